@@ -1,0 +1,17 @@
+"""Text through both models into moments: corpora, streaming collection, mergeable sums."""
+
+from kvbridge.calibration.collect import calibrate
+from kvbridge.calibration.config import CalibrationConfig
+from kvbridge.calibration.corpus import Corpus, CorpusConfig, open_corpus
+from kvbridge.calibration.moments import CalibrationMoments, MomentBlock, Moments
+
+__all__ = [
+    "CalibrationConfig",
+    "CalibrationMoments",
+    "Corpus",
+    "CorpusConfig",
+    "MomentBlock",
+    "Moments",
+    "calibrate",
+    "open_corpus",
+]

@@ -1,0 +1,116 @@
+"""Equal-length token blocks: one per document, in seeded order, before any document gives a second."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from kvbridge.calibration.corpus import Corpus
+from kvbridge.errors import CorpusError, UsageError
+
+SPLITS = ("fit", "held_out")
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a document as a prompt would have them, without a trailing end-of-sequence token."""
+    ids: list[int] = tokenizer(text, add_special_tokens=True, truncation=False, verbose=False)["input_ids"]
+    return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSet:
+    """Token blocks on disk, in the order in which they were drawn.
+
+    Attributes:
+        tokens: `[blocks, block]`, memory-mapped from a temporary file.
+        split: 0 for fit and 1 for held-out, per block.
+        documents: how many documents gave a block.
+    """
+
+    tokens: np.memmap
+    split: np.ndarray
+    documents: int
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+    def batch(self, indices: list[int]) -> torch.Tensor:
+        """Token ids `[B, T]` of the blocks at `indices`."""
+        return torch.from_numpy(np.asarray(self.tokens[indices], dtype=np.int64))
+
+
+def _pieces(
+    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, block: int, seed: int
+) -> Iterator[tuple[int, list[int]]]:
+    """(number of the document in seeded order, one block of it), first blocks of all documents first."""
+    prefix = encode(tokenizer, "")
+    turn = 0
+    while True:
+        found = 0
+        for number, (_, text) in enumerate(corpus.shuffled(seed)):
+            ids = encode(tokenizer, text)[len(prefix) :]
+            fresh = block - len(prefix)
+            piece = ids[turn * fresh : (turn + 1) * fresh]
+            if len(piece) == fresh:
+                found += 1
+                yield number, prefix + piece
+        if found == 0:
+            return
+        turn += 1
+
+
+def draw_blocks(
+    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, *, tokens: int, block: int, held_out: float, seed: int
+) -> BlockSet:
+    """Draw the blocks of one calibration.
+
+    Every `1 / held_out`-th document of the seeded order belongs to the held-out split, whole. Blocks after a
+    document's first start with the tokenizer's own prefix (a BOS token where it adds one), as prompts do.
+
+    Args:
+        corpus: the text.
+        tokenizer: the pair's.
+        tokens: size of the fit split; the held-out split comes on top.
+        block: tokens per block.
+        held_out: size of the held-out split as a share of the fit split, below 1; 0 for none.
+        seed: of the order.
+
+    Raises:
+        UsageError: a number is out of range.
+        CorpusError: the corpus has too few long enough documents.
+    """
+    if not 0 <= held_out < 1:
+        raise UsageError(f"calibration.held_out={held_out}: expected a share from 0 up to, not including, 1.")
+    if block < 16 or tokens < block:
+        raise UsageError(
+            f"calibration.tokens={tokens} with calibration.block={block}: expected blocks of 16 tokens or more and at "
+            "least one block of tokens."
+        )
+    wanted = {"fit": tokens // block, "held_out": math.ceil(tokens // block * held_out)}
+    period = round(1 / held_out) + 1 if held_out else 0
+    total = sum(wanted.values())
+    with tempfile.TemporaryFile() as file:
+        stored = np.memmap(file, dtype=np.int32, mode="w+", shape=(total, block))
+    split = np.zeros(total, dtype=np.uint8)
+    drawn = dict.fromkeys(SPLITS, 0)
+    documents: set[int] = set()
+    for number, ids in _pieces(corpus, tokenizer, block, seed):
+        name = "held_out" if period and number % period == period - 1 else "fit"
+        if drawn[name] < wanted[name]:
+            row = sum(drawn.values())
+            stored[row], split[row] = ids, SPLITS.index(name)
+            drawn[name] += 1
+            documents.add(number)
+        if drawn == wanted:
+            return BlockSet(stored, split, len(documents))
+    raise CorpusError(
+        f"corpus {corpus.name} gives {drawn['fit']} fit and {drawn['held_out']} held-out blocks of {block} tokens; "
+        f"calibration.tokens={tokens} needs {wanted['fit']} and {wanted['held_out']}. "
+        "Give more text, fewer tokens or a shorter block."
+    )

@@ -1,0 +1,189 @@
+"""Stream blocks through both models into moments; resumable, shardable, with bounded memory."""
+
+from __future__ import annotations
+
+import resource
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from jaxtyping import Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from kvbridge.calibration.blocks import SPLITS, BlockSet, draw_blocks
+from kvbridge.calibration.config import PRECISIONS, CalibrationConfig, identity, require_same
+from kvbridge.calibration.moments import (
+    PARTS,
+    CalibrationMoments,
+    MomentBlock,
+    Moments,
+    source_variable,
+    target_variable,
+)
+from kvbridge.calibration.shards import finished_shards, merge_shards, parse_shard, shard_path
+from kvbridge.forms import KINDS
+from kvbridge.model import KVModel
+from kvbridge.pair import ModelPair
+from kvbridge.states import ContentStates
+
+# Outlier norms sit on the first one to four tokens; their moments are kept apart so that a fit may leave them out.
+FIRST_POSITIONS = 4
+
+
+def _as_rows(states: ContentStates, start: int, stop: int) -> dict[str, Tensor]:
+    """Rows `[B·T, L·H·D]` of tokens `start … stop − 1`, per kind."""
+    span = states.span(start, stop)
+    return {kind: getattr(span, kind).permute(1, 3, 0, 2, 4).flatten(2).flatten(0, 1).to("cpu") for kind in KINDS}
+
+
+def _read_states(model: KVModel, input_ids: Int[Tensor, "B T"]) -> ContentStates:
+    return model.content(model.read(input_ids.to(model.device)))
+
+
+@dataclass(slots=True)
+class _Progress:
+    """Moments so far, and how many of this shard's batches they contain."""
+
+    moments: CalibrationMoments
+    batches: int
+
+
+class _Collector:
+    """Runs one shard of a calibration and keeps its checkpoint."""
+
+    def __init__(
+        self,
+        pair: ModelPair,
+        config: CalibrationConfig,
+        wanted: dict[str, Any],
+        blocks: frozenset[MomentBlock],
+        path: Path,
+    ) -> None:
+        self.pair, self.config, self.identity, self.blocks, self.path = pair, config, wanted, blocks, path
+        self.checkpoint = path.with_name(path.name + ".progress")
+
+    def run(self, drawn: BlockSet, shard: int, shards: int) -> CalibrationMoments:
+        progress = self._resume()
+        batches = self._batches(drawn, shard, shards)
+        tokens = self.config.block
+        started = saved = time.monotonic()
+        bar = tqdm(
+            total=sum(map(len, batches)) * tokens,
+            initial=sum(map(len, batches[: progress.batches])) * tokens,
+            unit="tok",
+            unit_scale=True,
+            desc="calibrate" if shards == 1 else f"calibrate {shard}/{shards}",
+        )
+        done = 0
+        with bar:
+            for batch in batches[progress.batches :]:
+                self._add(progress.moments, drawn, batch)
+                progress.batches += 1
+                done += len(batch) * tokens
+                bar.update(len(batch) * tokens)
+                if time.monotonic() - saved > self.config.checkpoint_seconds:
+                    self._save_checkpoint(progress)
+                    saved = time.monotonic()
+        info = progress.moments.info
+        info["seconds"] = info.get("seconds", 0.0) + time.monotonic() - started
+        info["documents"] = drawn.documents
+        info["peak_memory_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        info["tokens_per_second"] = done / max(time.monotonic() - started, 1e-9)
+        return progress.moments
+
+    def finish(self, moments: CalibrationMoments) -> CalibrationMoments:
+        moments.save(self.path)
+        self.checkpoint.unlink(missing_ok=True)
+        return moments
+
+    def _batches(self, drawn: BlockSet, shard: int, shards: int) -> list[list[int]]:
+        """Block numbers of each batch; all blocks of one batch belong to one split."""
+        batches = []
+        for split in range(len(SPLITS)):
+            mine = [number for number in range(shard, len(drawn), shards) if drawn.split[number] == split]
+            batches += [mine[at : at + self.config.batch] for at in range(0, len(mine), self.config.batch)]
+        return batches
+
+    def _add(self, moments: CalibrationMoments, drawn: BlockSet, batch: list[int]) -> None:
+        input_ids = drawn.batch(batch)
+        split = SPLITS[drawn.split[batch[0]]]
+        states = {
+            "source": _read_states(self.pair.source, input_ids),
+            "target": _read_states(self.pair.target, input_ids),
+        }
+        spans = {"first": (0, FIRST_POSITIONS), "rest": (FIRST_POSITIONS, self.config.block)}
+        for part, (start, stop) in spans.items():
+            rows = {
+                f"{role}.{kind}": matrix
+                for role, content in states.items()
+                for kind, matrix in _as_rows(content, start, stop).items()
+            }
+            moments.sets[split, part].add(rows, PRECISIONS[self.config.precision])
+
+    def _resume(self) -> _Progress:
+        if self.checkpoint.exists():
+            moments = CalibrationMoments.load(self.checkpoint)
+            require_same(moments.info["identity"], self.identity, self.checkpoint)
+            return _Progress(moments, moments.info.pop("batches"))
+        widths = {
+            variable(kind): model.geometry.width
+            for variable, model in ((source_variable, self.pair.source), (target_variable, self.pair.target))
+            for kind in KINDS
+        }
+        sets = {(split, part): Moments.zeros(widths, self.blocks) for split in SPLITS for part in PARTS}
+        return _Progress(CalibrationMoments(sets, {"identity": self.identity}), 0)
+
+    def _save_checkpoint(self, progress: _Progress) -> None:
+        info = progress.moments.info
+        CalibrationMoments(progress.moments.sets, info | {"batches": progress.batches}).save(self.checkpoint)
+
+
+def calibrate(
+    pair: ModelPair, config: CalibrationConfig, blocks: frozenset[MomentBlock], out: Path
+) -> CalibrationMoments | None:
+    """Collect the moments of a pair, or finish, merge or reuse what `out` holds.
+
+    A killed run goes on where its last checkpoint was and ends with the same bits. Under `accelerate launch` every
+    process collects its share and the first one merges.
+
+    Args:
+        pair: source and target.
+        config: text and sizes.
+        blocks: products of variables to gather, as the mapper asks for.
+        out: folder for `moments.safetensors` and, on the way, checkpoints and shards.
+
+    Returns:
+        The moments; `None` on a process that only contributed a shard.
+
+    Raises:
+        UsageError, CorpusError: settings or text that cannot work.
+        CalibrationError: `out` holds moments of other settings.
+    """
+    corpus = config.open("calibration")
+    wanted = identity(pair, corpus, config, blocks)
+    final = out / "moments.safetensors"
+    if final.exists():
+        moments = CalibrationMoments.load(final)
+        require_same(moments.info["identity"], wanted, final)
+        return moments
+    state = PartialState()
+    shard, shards = parse_shard(config.shard, state.process_index, state.num_processes)
+    finished = finished_shards(out) if config.shard is None else 0
+    if not finished:
+        drawn = draw_blocks(
+            corpus, pair.tokenizer, tokens=config.tokens, block=config.block, held_out=config.held_out, seed=config.seed
+        )
+        path = final if shards == 1 else shard_path(out, shard, shards)
+        out.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            collector = _Collector(pair, config, wanted, blocks, path)
+            moments = collector.finish(collector.run(drawn, shard, shards))
+            if shards == 1:
+                return moments
+        if config.shard is not None:
+            return None
+        state.wait_for_everyone()
+    return merge_shards(out, wanted, finished or shards, final) if state.is_main_process else None

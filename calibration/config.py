@@ -1,0 +1,82 @@
+"""Settings of a calibration, and what decides whether two calibrations are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvbridge.calibration.corpus import Corpus, CorpusConfig
+from kvbridge.calibration.moments import MomentBlock
+from kvbridge.errors import CalibrationError, UsageError
+from kvbridge.pair import ModelPair
+
+PRECISIONS = {"float32": torch.float32, "float64": torch.float64}
+
+
+@dataclass
+class CalibrationConfig(CorpusConfig):
+    """What text is streamed through the pair, and how.
+
+    Attributes:
+        tokens: tokens in the fit split; the held-out split comes on top.
+        block: tokens per block; one block per document before any gives a second.
+        held_out: size of the held-out split as a share of the fit split.
+        seed: of the order of documents.
+        batch: blocks per forward pass.
+        precision: of the products within one batch (`float32` or `float64`); sums over batches are always fp64.
+        checkpoint_seconds: time between checkpoints.
+        shard: `i/n` collects the i-th of n parts only; without it complete shards are merged, or all is collected.
+    """
+
+    tokens: int = 122_880
+    block: int = 512
+    held_out: float = 0.1
+    seed: int = 0
+    batch: int = 1
+    precision: str = "float32"
+    checkpoint_seconds: float = 120.0
+    shard: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise UsageError(f"calibration.precision={self.precision}: expected one of {', '.join(PRECISIONS)}.")
+        if self.batch < 1:
+            raise UsageError(f"calibration.batch={self.batch}: expected 1 or more blocks per forward pass.")
+
+
+def identity(
+    pair: ModelPair, corpus: Corpus, config: CalibrationConfig, blocks: Iterable[MomentBlock]
+) -> dict[str, Any]:
+    """All that decides the moments' values; two runs may share moments if these are equal."""
+    return {
+        **{f"pair.{part}": value for part, value in pair.identity().items()},
+        "pair.dtype": f"{pair.source.dtype}/{pair.target.dtype}",
+        "calibration.corpus": corpus.fingerprint,
+        "calibration.text_field": config.text_field,
+        "calibration.tokens": config.tokens,
+        "calibration.block": config.block,
+        "calibration.held_out": config.held_out,
+        "calibration.seed": config.seed,
+        "calibration.batch": config.batch,
+        "calibration.precision": config.precision,
+        "moment blocks": sorted(f"{a}×{b}" for a, b in blocks),
+    }
+
+
+def require_same(stored: dict[str, Any], wanted: dict[str, Any], path: Path) -> None:
+    """Refuse to go on from, merge or reuse moments of other settings; more moment blocks than wanted are fine.
+
+    Raises:
+        CalibrationError: naming the first setting that differs.
+    """
+    for key, value in wanted.items():
+        enough = key == "moment blocks" and set(value) <= set(stored.get(key, ()))
+        if stored.get(key) != value and not enough:
+            raise CalibrationError(
+                f"{path} was collected with {key} = {stored.get(key)} and cannot be resumed with {value}; "
+                "use the same settings, another out=, or delete it."
+            )

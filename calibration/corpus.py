@@ -1,0 +1,165 @@
+"""Where text comes from: local `.txt`, `.jsonl` and `.gz` files, folders of them, or hub datasets by streaming."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvbridge.errors import CorpusError
+from kvbridge.fingerprint import digest
+
+LOCAL_SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".json", ".json.gz")
+SHUFFLE_BUFFER = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Documents of one text field.
+
+    Attributes:
+        name: the path or hub id it was opened by.
+        fingerprint: digest of the files' bytes, or of hub id, configuration, split and revision.
+        data: a `datasets.Dataset` (local, memory-mapped) or `datasets.IterableDataset` (hub, streamed).
+        field: the column that holds the text.
+    """
+
+    name: str
+    fingerprint: str
+    data: Any
+    field: str
+
+    def in_order(self) -> Iterator[tuple[str, str]]:
+        """(id, text) of every document in file order."""
+        return self._documents(self.data)
+
+    def shuffled(self, seed: int) -> Iterator[tuple[str, str]]:
+        """(id, text) of every document in a seeded order; a streamed corpus is shuffled within a buffer."""
+        if hasattr(self.data, "n_shards") and not hasattr(self.data, "select"):
+            return self._documents(self.data.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER))
+        return self._documents(self.data.shuffle(seed=seed))
+
+    def _documents(self, data: Any) -> Iterator[tuple[str, str]]:
+        for number, row in enumerate(data):
+            text = row.get(self.field)
+            if not isinstance(text, str):
+                raise CorpusError(
+                    f"document {number} of {self.name} has no text in field {self.field!r} "
+                    f"(fields: {', '.join(map(str, row))}); set the field that holds it."
+                )
+            yield str(row.get("id", digest(text))), text
+
+
+@dataclass
+class CorpusConfig:
+    """Which text is read.
+
+    Attributes:
+        corpus: path of a `.txt`, `.jsonl` or `.gz` file, a folder of them, or a hub dataset.
+        corpus_config: configuration of a hub dataset.
+        corpus_split: split of a hub dataset.
+        corpus_revision: revision of a hub dataset.
+        text_field: column that holds the text.
+    """
+
+    corpus: str = ""
+    corpus_config: str | None = None
+    corpus_split: str = "train"
+    corpus_revision: str | None = None
+    text_field: str = "text"
+
+    def open(self, group: str) -> Corpus:
+        """Open the corpus that configuration group `group` names.
+
+        Raises:
+            CorpusError: none is named, or nothing readable is there.
+        """
+        if not self.corpus:
+            raise CorpusError(f"{group}.corpus is empty: give a text file, a folder of them, or a hub dataset.")
+        return open_corpus(
+            self.corpus,
+            config=self.corpus_config,
+            split=self.corpus_split,
+            revision=self.corpus_revision,
+            field=self.text_field,
+        )
+
+
+def _local_files(path: Path) -> list[Path]:
+    if path.is_file():
+        if not path.name.endswith(LOCAL_SUFFIXES):
+            raise CorpusError(f"corpus {path}: expected a file that ends in {', '.join(LOCAL_SUFFIXES)}.")
+        return [path]
+    files = sorted(file for file in path.rglob("*") if file.name.endswith(LOCAL_SUFFIXES))
+    if not files:
+        raise CorpusError(f"corpus folder {path} holds no file that ends in {', '.join(LOCAL_SUFFIXES)}.")
+    if len({".txt" in file.name for file in files}) > 1:
+        raise CorpusError(f"corpus folder {path} mixes .txt and .jsonl files; give one kind.")
+    return files
+
+
+def _hash_files(files: list[Path]) -> str:
+    hasher = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            hasher.update(hashlib.file_digest(stream, "sha256").digest())
+    return hasher.hexdigest()[:16]
+
+
+def _open_local(path: Path, field: str) -> Corpus:
+    import datasets
+
+    files = _local_files(path)
+    names = [str(file) for file in files]
+    datasets.disable_progress_bars()
+    try:
+        if ".txt" in files[0].name:
+            data = datasets.load_dataset("text", data_files=names, split="train", sample_by="document")
+        else:
+            data = datasets.load_dataset("json", data_files=names, split="train")
+    except Exception as error:
+        # datasets wraps every parse error in classes of its own that share no useful base.
+        cause = error.__cause__ or error
+        first_line = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+        raise CorpusError(f"corpus {path} could not be read as {files[0].suffixes[0]}: {first_line}") from error
+    if len(data) == 0:
+        raise CorpusError(f"corpus {path} holds no document.")
+    return Corpus(str(path), _hash_files(files), data, field)
+
+
+def _open_hub(name: str, config: str | None, split: str, revision: str | None, field: str) -> Corpus:
+    import datasets
+
+    try:
+        data = datasets.load_dataset(name, config, split=split, revision=revision, streaming=True)
+    except Exception as error:
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CorpusError(
+            f"corpus {name!r} is neither a local file or folder nor a dataset that could be streamed: {first_line}"
+        ) from error
+    return Corpus(name, digest([name, config, split, revision]), data, field)
+
+
+def open_corpus(
+    corpus: str, *, config: str | None = None, split: str = "train", revision: str | None = None, field: str = "text"
+) -> Corpus:
+    """Open a local file or folder, or a hub dataset by streaming.
+
+    Args:
+        corpus: path, or hub id such as `HuggingFaceFW/fineweb-edu`.
+        config: configuration of a hub dataset.
+        split: split of a hub dataset.
+        revision: revision of a hub dataset.
+        field: column that holds the text.
+
+    Raises:
+        CorpusError: nothing readable is there.
+    """
+    path = Path(corpus).expanduser()
+    if path.exists():
+        return _open_local(path, field)
+    if corpus.endswith(LOCAL_SUFFIXES) or corpus.startswith((".", "/", "~")) or corpus.count("/") > 1:
+        raise CorpusError(f"corpus {corpus}: no such file or folder.")
+    return _open_hub(corpus, config, split, revision, field)

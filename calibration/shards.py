@@ -1,0 +1,59 @@
+"""Parts of one calibration that are collected apart and merged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kvbridge.calibration.config import require_same
+from kvbridge.calibration.moments import CalibrationMoments
+from kvbridge.errors import CalibrationError, UsageError
+
+
+def parse_shard(shard: str | None, process: int, processes: int) -> tuple[int, int]:
+    """Which part of how many this process collects: as `i/n` says, else its place among the launched processes.
+
+    Raises:
+        UsageError: `shard` is not of that form.
+    """
+    if shard is None:
+        return process, processes
+    index, _, count = shard.partition("/")
+    if not (index.isdigit() and count.isdigit() and int(index) < int(count)):
+        raise UsageError(f"calibration.shard={shard}: expected i/n with 0 ≤ i < n, such as 0/2.")
+    return int(index), int(count)
+
+
+def shard_path(out: Path, shard: int, shards: int) -> Path:
+    """Where the moments of one part lie until they are merged."""
+    return out / f"moments-{shard:05d}-of-{shards:05d}.safetensors"
+
+
+def merge_shards(out: Path, wanted: dict[str, Any], shards: int, final: Path) -> CalibrationMoments:
+    """Merge the finished shards of one calibration, in order, into the file `final`; the shards go away.
+
+    Raises:
+        CalibrationError: one is missing or was collected with other settings.
+    """
+    paths = [shard_path(out, shard, shards) for shard in range(shards)]
+    missing = [path.name for path in paths if not path.is_file()]
+    if missing:
+        raise CalibrationError(f"{out} lacks {', '.join(missing)}; collect the missing shards before merging.")
+    merged = CalibrationMoments.load(paths[0])
+    require_same(merged.info["identity"], wanted, paths[0])
+    for path in paths[1:]:
+        other = CalibrationMoments.load(path)
+        require_same(other.info["identity"], wanted, path)
+        merged.merge(other)
+        for key, combine in (("seconds", max), ("peak_memory_bytes", max), ("tokens_per_second", lambda a, b: a + b)):
+            merged.info[key] = combine(merged.info[key], other.info[key])
+    merged.save(final)
+    for path in paths:
+        path.unlink()
+    return merged
+
+
+def finished_shards(out: Path) -> int:
+    """How many shards a complete set in `out` has; 0 without one."""
+    counts = [int(path.stem.rsplit("-", 1)[1]) for path in out.glob("moments-*-of-*.safetensors")]
+    return next((count for count in sorted(set(counts)) if counts.count(count) == count), 0)

@@ -1,0 +1,1 @@
+"""Runtime, escalation policies, gate and fallback, sessions, server, engine connector."""

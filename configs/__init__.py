@@ -1,0 +1,1 @@
+"""Hydra configuration groups, as YAML; the rooms' dataclasses are their schemas."""

@@ -1,0 +1,181 @@
+"""Ways to come by a cache for the same prompt. Each gives logits after the prompt and a cache to go on from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import DynamicCache
+
+from kvbridge import compat
+from kvbridge.assembly import Handoff, assemble, hand_off, timed
+from kvbridge.eval.documents import Document
+from kvbridge.flops import CostedMap, ModelCost, affordable_tail
+from kvbridge.forms import KINDS, Map
+from kvbridge.kernels import FormMap
+from kvbridge.mappers.identity import identity_form, same_shape
+from kvbridge.model import KVModel
+from kvbridge.pair import ModelPair
+from kvbridge.plan import HandoffPlan
+from kvbridge.states import ContentStates
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A model with a cache for a prompt.
+
+    Attributes:
+        model: the model that goes on.
+        cache: what it has for the prompt.
+        logits: of the last prompt token.
+        position: of the next token.
+        seconds: time spent per step.
+    """
+
+    model: KVModel
+    cache: DynamicCache
+    logits: Float[Tensor, "1 V"]
+    position: int
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def force(self, tokens: Int[Tensor, "1 T"]) -> Float[Tensor, "T V"]:
+        """Logits that predict each of `tokens`, teacher-forced; the cache stays as it is."""
+        tokens = tokens.to(self.model.device)
+        if tokens.shape[1] == 1:
+            return self.logits
+        copied = compat.copy_cache(self.cache, self.model.model)
+        following = self.model.extend(copied, tokens[:, :-1], self.position)
+        return torch.cat((self.logits, following[0]))
+
+    def generate(self, count: int) -> tuple[Int[Tensor, "1 T"], Float[Tensor, "T V"]]:
+        """Greedy continuation of `count` tokens, and the logits that predicted each."""
+        copied = compat.copy_cache(self.cache, self.model.model)
+        logits, tokens = [self.logits], [self.logits.argmax(dim=-1, keepdim=True)]
+        while len(tokens) < count:
+            following = self.model.extend(copied, tokens[-1], self.position + len(tokens) - 1)[:, -1]
+            logits.append(following)
+            tokens.append(following.argmax(dim=-1, keepdim=True))
+        return torch.cat(tokens, dim=1), torch.cat(logits)
+
+
+@dataclass(slots=True)
+class Context:
+    """What the arms share about one document.
+
+    Attributes:
+        document: prompt and gold continuation.
+        native: the target's own reading of the prompt.
+        native_states: its content states.
+        source: the source's own reading of the prompt.
+        source_states: its content states.
+        other_prompt: prompt of another document, of the same length.
+        other_states: the source's content states of that prompt.
+    """
+
+    document: Document
+    native: Reading
+    native_states: ContentStates
+    source: Reading
+    source_states: ContentStates
+    other_prompt: Int[Tensor, "1 P"]
+    other_states: ContentStates
+
+
+Arm = Callable[[Context], Reading]
+
+
+def read_prompt(model: KVModel, prompt: Int[Tensor, "1 P"]) -> Reading:
+    """A model's own reading of a prompt, timed."""
+    prompt = prompt.to(model.device)
+    start = time.perf_counter()
+    cache, logits = model.prefill(prompt)
+    seconds = time.perf_counter() - start
+    return Reading(model, cache, logits[:, -1], prompt.shape[1], {"prefill": seconds})
+
+
+def strip_prompt(reading: Reading) -> ContentStates:
+    """Content states of a reading; the time goes to its `strip` step."""
+    with timed(reading.seconds, "strip", reading.model.device):
+        return reading.model.content(reading.cache)
+
+
+def _reading(target: KVModel, handoff: Handoff) -> Reading:
+    return Reading(target, handoff.cache, handoff.logits, handoff.next_position, handoff.seconds)
+
+
+def _layers_of(states: ContentStates, layers: range, start: int, stop: int) -> ContentStates:
+    span = states.span(start, stop)
+    chosen = slice(layers.start, layers.stop)
+    return ContentStates(span.keys[chosen], span.values[chosen], span.positions)
+
+
+def mapped_arm(pair: ModelPair, mapping: Map, plan: HandoffPlan) -> Arm:
+    """The hand-off under test."""
+
+    def mapped(context: Context) -> Reading:
+        prompt = context.document.prompt.to(pair.target.device)
+        return _reading(pair.target, hand_off(pair.target, plan, mapping, context.source_states, prompt))
+
+    return mapped
+
+
+def injected_arm(pair: ModelPair, plan: HandoffPlan) -> Arm:
+    """The target's own keys and values, stripped, rotated and injected: must equal native."""
+
+    def injected(context: Context) -> Reading:
+        split = plan.split(context.document.prompt.shape[1])
+        layers = plan.mapped_layers(pair.target.geometry.layers)
+        carried = _layers_of(context.native_states, layers, split.carried_start, split.carried_stop)
+        return _reading(
+            pair.target, assemble(pair.target, plan, context.document.prompt.to(pair.target.device), carried)
+        )
+
+    return injected
+
+
+def other_document_arm(pair: ModelPair, mapping: Map, plan: HandoffPlan) -> Arm:
+    """Everything carried, the native head too, comes from another text; sinks and tail are the prompt's own."""
+
+    def other_document(context: Context) -> Reading:
+        split = plan.split(context.document.prompt.shape[1])
+        span = context.other_states.span(split.carried_start, split.carried_stop)
+        carried = mapping.apply(span, plan.mapped_layers(pair.target.geometry.layers))
+        prompt, other = (ids.to(pair.target.device) for ids in (context.document.prompt, context.other_prompt))
+        return _reading(pair.target, assemble(pair.target, plan, prompt, carried, head_ids=other))
+
+    return other_document
+
+
+def nothing_carried_arm(pair: ModelPair, plan: HandoffPlan) -> Arm:
+    """Sinks and tail read natively at their positions, nothing carried between them."""
+
+    def nothing_carried(context: Context) -> Reading:
+        return _reading(pair.target, assemble(pair.target, plan, context.document.prompt.to(pair.target.device), None))
+
+    return nothing_carried
+
+
+def equal_cost_tail(pair: ModelPair, mapping: CostedMap, plan: HandoffPlan, prompt_length: int) -> HandoffPlan:
+    """The plan that spends the hand-off's FLOPs on a longer native tail instead: what a user would do without a map."""
+    tail = affordable_tail(ModelCost.of(pair.target), plan, prompt_length, mapping)
+    return HandoffPlan(sinks=plan.sinks, native_head=None, native_tail=tail)
+
+
+def standard_arms(pair: ModelPair, mapping: FormMap, plan: HandoffPlan, prompt_length: int) -> dict[str, Arm]:
+    """The map under test and its control arms, in the order of reports; native itself is the reference."""
+    arms: dict[str, Arm] = {
+        "mapped": mapped_arm(pair, mapping, plan),
+        "injected": injected_arm(pair, plan),
+        "source": lambda context: context.source,
+        "tail_only": nothing_carried_arm(pair, equal_cost_tail(pair, mapping, plan, prompt_length)),
+        "other_document": other_document_arm(pair, mapping, plan),
+        "no_context": nothing_carried_arm(pair, plan),
+    }
+    if same_shape(pair.source.geometry, pair.target.geometry):
+        raw = FormMap(*(identity_form(kind, pair.target.geometry) for kind in KINDS))
+        arms["raw_source"] = mapped_arm(pair, raw, plan)
+    return arms

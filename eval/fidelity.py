@@ -1,0 +1,236 @@
+"""Score every arm on every document; resumable, one line of results per finished document."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from kvbridge.calibration import CorpusConfig
+from kvbridge.errors import UsageError
+from kvbridge.eval.arms import Arm, Context, Reading, read_prompt, strip_prompt
+from kvbridge.eval.documents import Document
+from kvbridge.metrics import Fidelity, fidelity
+from kvbridge.pair import ModelPair
+
+METRICS = ("kl", "kl_first", "top1", "rollout_kl", "nll", "acceptance")
+
+
+@dataclass
+class EvalConfig(CorpusConfig):
+    """Which documents are scored, and how far.
+
+    Attributes:
+        documents: the first so many documents that are long enough, in file order.
+        tokens: tokens of each document.
+        prompt: how many of them are handed off; the rest is scored.
+        rollout: greedy tokens of the target that every arm is forced through.
+        samples: documents whose greedy continuations are kept per arm.
+        resamples: bootstrap resamples of documents.
+        seed: of the bootstrap.
+    """
+
+    documents: int = 40
+    tokens: int = 512
+    prompt: int = 448
+    rollout: int = 32
+    samples: int = 3
+    resamples: int = 2000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.rollout < 1 or self.samples < 0 or self.resamples < 100:
+            raise UsageError(
+                f"eval.rollout={self.rollout}, eval.samples={self.samples}, eval.resamples={self.resamples}: "
+                "expected at least 1, 0 and 100."
+            )
+
+
+def _end_tokens(pair: ModelPair) -> set[int]:
+    ends = getattr(pair.target.model.generation_config, "eos_token_id", None)
+    if ends is None:
+        ends = pair.tokenizer.eos_token_id
+    listed = ends if isinstance(ends, list) else [ends]
+    return {int(end) for end in listed if end is not None}
+
+
+def rollout_length(tokens: Int[Tensor, "1 T"], ends: set[int]) -> int:
+    """Positions of a greedy rollout that count: up to and with the first end-of-sequence token."""
+    listed = tokens[0].tolist()
+    return next((at + 1 for at, token in enumerate(listed) if token in ends), len(listed))
+
+
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    """What the target itself does after one document."""
+
+    gold: Int[Tensor, "1 G"]
+    gold_logits: Float[Tensor, "G V"]
+    rollout: Int[Tensor, "1 R"]
+    rollout_logits: Float[Tensor, "R V"]
+
+    @classmethod
+    def of(cls, native: Reading, document: Document, rollout: int, ends: set[int]) -> _Reference:
+        tokens, logits = native.generate(rollout)
+        length = rollout_length(tokens, ends)
+        gold = document.gold.to(native.model.device)
+        return cls(gold, native.force(gold), tokens[:, :length], logits[:length])
+
+    def score(self, reading: Reading) -> dict[str, Any]:
+        """Metrics of one arm on this document."""
+        forced = fidelity(self.gold_logits, reading.force(self.gold).to(self.gold.device), self.gold[0])
+        rolled = fidelity(self.rollout_logits, reading.force(self.rollout).to(self.gold.device), self.rollout[0])
+        return _summary(forced) | {
+            "rollout_kl": rolled.kl.mean().item(),
+            "kl_by_position": [round(value, 6) for value in forced.kl.tolist()],
+            "rollout_kl_by_position": [round(value, 6) for value in rolled.kl.tolist()],
+        }
+
+
+def _summary(forced: Fidelity) -> dict[str, float]:
+    return {
+        "kl": forced.kl.mean().item(),
+        "kl_first": forced.kl[0].item(),
+        "top1": forced.top1.mean().item(),
+        "nll": forced.nll.mean().item(),
+        "acceptance": forced.acceptance.mean().item(),
+    }
+
+
+def _contexts(pair: ModelPair, documents: list[Document], skip: int) -> Iterator[Context]:
+    """Readings that the arms share, document by document; the other document is the one before, cyclically."""
+    before = documents[skip - 1]
+    other = strip_prompt(read_prompt(pair.source, before.prompt))
+    for document in documents[skip:]:
+        native, source = read_prompt(pair.target, document.prompt), read_prompt(pair.source, document.prompt)
+        source_states = strip_prompt(source)
+        yield Context(document, native, native.model.content(native.cache), source, source_states, before.prompt, other)
+        before, other = document, source_states
+
+
+def _seconds(context: Context, readings: dict[str, Reading]) -> dict[str, float]:
+    """Times of one document: native and source prefill, and the steps of the mapped hand-off."""
+    seconds = {"native_prefill": context.native.seconds["prefill"], "source_prefill": context.source.seconds["prefill"]}
+    if "mapped" in readings:
+        seconds |= {"strip": context.source.seconds["strip"], **readings["mapped"].seconds}
+    return seconds
+
+
+class _PartialResults:
+    """Finished documents on disk, so that a killed evaluation goes on where it was."""
+
+    def __init__(self, path: Path, identity: dict[str, Any]) -> None:
+        self.path, self.identity = path, identity
+
+    def load(self) -> list[dict[str, Any]]:
+        if not self.path.exists():
+            return []
+        lines = self.path.read_text().splitlines()
+        try:
+            header, records = json.loads(lines[0]), [json.loads(line) for line in lines[1:]]
+        except (IndexError, json.JSONDecodeError):
+            # A kill in the middle of a line loses that document only.
+            header, records = self._salvage(lines)
+        if header != self.identity:
+            differing = sorted(key for key in self.identity if header.get(key) != self.identity[key])
+            raise UsageError(
+                f"{self.path} belongs to an evaluation with other settings ({', '.join(differing) or 'unreadable'}); "
+                "use another out= or delete it."
+            )
+        self._write([header, *records])
+        return records
+
+    def _salvage(self, lines: list[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        parsed = []
+        for line in lines:
+            try:
+                parsed.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+        return (parsed[0], parsed[1:]) if parsed else (self.identity, [])
+
+    def _write(self, lines: list[dict[str, Any]]) -> None:
+        partial = self.path.with_name(self.path.name + ".partial")
+        partial.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        partial.replace(self.path)
+
+    def append(self, record: dict[str, Any]) -> None:
+        if not self.path.exists():
+            self._write([self.identity])
+        with self.path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def clear(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+def evaluate(
+    pair: ModelPair,
+    arms: dict[str, Arm],
+    documents: list[Document],
+    config: EvalConfig,
+    *,
+    partial: Path,
+    identity: dict[str, Any],
+) -> list[dict[str, Any]]:
+    """Score arms on documents.
+
+    Args:
+        pair: source and target.
+        arms: by name; native is always scored against itself besides.
+        documents: at least two, all with prompts of one length.
+        config: rollout length and samples.
+        partial: file that holds finished documents while the evaluation runs.
+        identity: JSON values that decide whether `partial` may be resumed.
+
+    Returns:
+        One record per document: id, metrics per arm, times, and greedy continuations of the first ones.
+
+    Raises:
+        UsageError: `partial` belongs to other settings, or there is only one document.
+    """
+    if len(documents) < 2:
+        raise UsageError("eval.documents=1: the other-document arm needs at least two documents.")
+    store, ends = _PartialResults(partial, identity), _end_tokens(pair)
+    records = store.load()
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    bar = tqdm(total=len(documents), initial=len(records), unit="doc", desc="evaluate")
+    with bar, torch.inference_mode():
+        for context in _contexts(pair, documents, len(records)) if len(records) < len(documents) else ():
+            reference = _Reference.of(context.native, context.document, config.rollout, ends)
+            readings = {"native": context.native} | {name: arm(context) for name, arm in arms.items()}
+            record: dict[str, Any] = {"id": context.document.name}
+            record |= {name: reference.score(reading) for name, reading in readings.items()}
+            record["seconds"] = _seconds(context, readings)
+            if len(records) < config.samples:
+                record["sample"] = _sample(pair, context, readings, reference, config.rollout)
+            store.append(record)
+            records.append(record)
+            bar.update(1)
+    return records
+
+
+def _sample(
+    pair: ModelPair, context: Context, readings: dict[str, Reading], reference: _Reference, length: int
+) -> dict[str, Any]:
+    """End of the prompt, gold text, and each arm's greedy continuation."""
+
+    def text(tokens: Tensor) -> str:
+        return str(pair.tokenizer.decode(tokens[0].tolist()))
+
+    continuations = {
+        name: text(reference.rollout if name == "native" else reading.generate(length)[0])
+        for name, reading in readings.items()
+    }
+    return {
+        "prompt_end": text(context.document.prompt[:, -64:]),
+        "gold": text(context.document.gold[:, :length]),
+        "continuations": continuations,
+    }

@@ -1,0 +1,100 @@
+"""The gate: the target's own keys and values, stripped, re-rotated and injected, must answer as if nothing happened.
+
+Controls show that the gate has power: keys rotated for the next position, heads in reverse order, and keys in the
+place of values must each fail it clearly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from kvbridge.assembly import assemble
+from kvbridge.eval.arms import read_prompt
+from kvbridge.metrics import fidelity
+from kvbridge.model import KVModel
+from kvbridge.plan import HandoffPlan
+from kvbridge.states import ContentStates
+
+LIMITS = {torch.float32: 1e-6, torch.bfloat16: 2e-3, torch.float16: 2e-3}
+# A control must miss the limit by this factor, or the gate proves nothing on this model.
+POWER = 100
+CONTINUATION = 32
+
+
+def _shifted(states: ContentStates) -> ContentStates:
+    return ContentStates(states.keys.roll(1, dims=-2), states.values, states.positions)
+
+
+def _heads_swapped(states: ContentStates) -> ContentStates:
+    return ContentStates(states.keys.flip(2), states.values.flip(2), states.positions)
+
+
+def _kinds_swapped(states: ContentStates) -> ContentStates:
+    return ContentStates(states.values, states.keys, states.positions)
+
+
+CONTROLS: dict[str, Callable[[ContentStates], ContentStates]] = {
+    "shifted positions": _shifted,
+    "swapped heads": _heads_swapped,
+    "swapped keys and values": _kinds_swapped,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GateReport:
+    """KL of the injected cache and of each control, in nats.
+
+    Attributes:
+        injected: KL of the right injection.
+        limit: what it must stay below in the model's dtype.
+        controls: KL of each wrong injection.
+    """
+
+    injected: float
+    limit: float
+    controls: dict[str, float]
+
+    @property
+    def passed(self) -> bool:
+        return self.injected < self.limit
+
+    @property
+    def powerful(self) -> bool:
+        """Whether every wrong injection fails by a factor of `POWER`."""
+        return all(value > POWER * self.limit for value in self.controls.values())
+
+
+def identity_gate(model: KVModel, input_ids: Int[Tensor, "1 T"], plan: HandoffPlan | None = None) -> GateReport:
+    """Run the gate on a model.
+
+    Args:
+        model: the model whose cache is stripped, re-rotated and injected.
+        input_ids: a text; its last 32 tokens are the continuation that is compared.
+        plan: what is computed natively; by default only the last prompt token.
+    """
+    plan = plan or HandoffPlan(sinks=0, native_head=None, native_tail=1)
+    input_ids = input_ids.to(model.device)
+    prompt, gold = input_ids[:, :-CONTINUATION], input_ids[:, -CONTINUATION:]
+    native = read_prompt(model, prompt)
+    reference = native.force(gold).double()
+    states = model.content(native.cache)
+    split, layers = plan.split(prompt.shape[1]), plan.mapped_layers(model.geometry.layers)
+
+    def kl(changed: ContentStates) -> float:
+        span = changed.span(split.carried_start, split.carried_stop)
+        carried = ContentStates(span.keys[layers.start :], span.values[layers.start :], span.positions)
+        handoff = assemble(model, plan, prompt, carried)
+        following = model.extend(handoff.cache, gold[:, :-1], handoff.next_position)
+        logits = torch.cat((handoff.logits, following[0])).double()
+        return fidelity(reference, logits, gold[0]).kl.mean().item()
+
+    with torch.inference_mode():
+        controls = {name: kl(change(states)) for name, change in CONTROLS.items()}
+        if model.geometry.kv_heads == 1:
+            del controls["swapped heads"]
+        return GateReport(kl(states), LIMITS[model.dtype], controls)

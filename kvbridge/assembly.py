@@ -1,0 +1,214 @@
+"""Assemble the target's cache from what the target computes itself and what is carried.
+
+positions in the cache   [ sinks | carried | tail ]        in this order, carried left out where nothing is carried
+one forward pass         [ sinks |         | tail ]        queries; each sees the cached positions up to its own
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from kvbridge import compat
+from kvbridge.errors import CacheError
+from kvbridge.forms import Map
+from kvbridge.model import KVModel
+from kvbridge.plan import HandoffPlan, Split
+from kvbridge.states import ContentStates, rotated
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """A target cache that is partly an approximation, and the logits that follow the prompt.
+
+    Attributes:
+        cache: keys and values in the order of positions; never an exact prefix cache of the prompt.
+        logits: of the last prompt token.
+        split: which positions the plan carries.
+        next_position: position of the first token after the prompt; more than the cache's length where nothing was
+            carried, so give positions explicitly when going on.
+        seconds: time spent per step (`head`, `map`, `inject`, `forward`).
+    """
+
+    cache: DynamicCache
+    logits: Float[Tensor, "B V"]
+    split: Split
+    next_position: int
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+@contextmanager
+def timed(seconds: dict[str, float], step: str, device: torch.device) -> Iterator[None]:
+    """Add the wall time of a block to `seconds[step]`, after the device has finished it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    yield
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    seconds[step] = seconds.get(step, 0.0) + time.perf_counter() - start
+
+
+class _SlottedLayer(DynamicLayer):
+    """A cache layer of fixed length in which new tokens go to given slots instead of the end."""
+
+    def __init__(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        super().__init__()
+        self.lazy_initialization(keys, values)
+        self.buffers, self.slots = (keys, values), slots
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        keys, values = self.buffers
+        keys[:, :, self.slots] = key_states
+        values[:, :, self.slots] = value_states
+        return keys, values
+
+
+def _buffers(target: KVModel, batch: int, tokens: int) -> Tensor:
+    geometry = target.geometry
+    shape = (2, geometry.layers, batch, geometry.kv_heads, tokens, geometry.head_dim)
+    return torch.zeros(shape, dtype=target.dtype, device=target.device)
+
+
+def _compute_head(target: KVModel, plan: HandoffPlan, buffers: Tensor, input_ids: Tensor) -> None:
+    """Write the exact keys and values of the plan's native head for everything before the tail."""
+    if plan.native_head is None:
+        return
+    for layer, (keys, values) in enumerate(compat.run_head(target.model, input_ids, plan.native_head)):
+        buffers[0, layer, ..., : input_ids.shape[1], :] = keys
+        buffers[1, layer, ..., : input_ids.shape[1], :] = values
+
+
+def _inject(target: KVModel, buffers: Tensor, carried: ContentStates, layers: range, split: Split) -> None:
+    """Write rotated carried states of `layers` into their place, fully checked first."""
+    if carried.tokens != split.carried or carried.keys.shape[0] != len(layers):
+        raise CacheError(
+            f"carried states cover {carried.keys.shape[0]} layers and {carried.tokens} tokens; the plan needs "
+            f"{len(layers)} layers and {split.carried} tokens."
+        )
+    expected = range(split.carried_start, split.carried_stop)
+    if carried.positions.tolist() != list(expected):
+        raise CacheError(
+            f"carried states do not lie at positions {expected.start} … {expected.stop - 1}, where the plan puts them."
+        )
+    keys, values = rotated(carried, target.geometry, target.rotary, buffers.shape[2], layers)
+    span = slice(split.carried_start, split.carried_stop)
+    buffers[0, layers.start : layers.stop, ..., span, :] = keys
+    buffers[1, layers.start : layers.stop, ..., span, :] = values
+
+
+def _forward(
+    target: KVModel, buffers: Tensor, input_ids: Tensor, held: Tensor, native: Tensor
+) -> tuple[DynamicCache, Tensor]:
+    """Run the native tokens (indices `native` of the cache, positions `held[native]`) over the slotted cache."""
+    positions = held[native]
+    slotted = Cache(layers=[_SlottedLayer(keys, values, native) for keys, values in zip(*buffers, strict=True)])
+    mask = compat.causal_mask(positions, held, target.dtype)
+    with torch.no_grad():
+        output = compat.run(
+            target.model,
+            input_ids[:, positions],
+            slotted,
+            position_ids=positions[None],
+            attention_mask=mask,
+            logits_to_keep=1,
+        )
+    cache = compat.empty_cache(target.model)
+    for layer, (keys, values) in enumerate(zip(*buffers, strict=True)):
+        compat.put_layer(cache, layer, keys, values)
+    return cache, output.logits[:, -1]
+
+
+def assemble(
+    target: KVModel,
+    plan: HandoffPlan,
+    input_ids: Int[Tensor, "B T"],
+    carried: ContentStates | None,
+    *,
+    head_ids: Int[Tensor, "B T"] | None = None,
+) -> Handoff:
+    """Build the target's cache for a prompt and read its sinks and tail.
+
+    Args:
+        target: the model that goes on.
+        plan: what it computes natively.
+        input_ids: the prompt.
+        carried: target content states of the plan's mapped layers at the carried positions; `None` carries nothing,
+            and the tail sees only sinks and itself.
+        head_ids: the prompt from which the native head is computed, where it is not `input_ids` (a control arm).
+
+    Raises:
+        CacheError: the carried states or `head_ids` do not fit, or a number is not finite.
+        PlanError: the prompt is empty or the plan leaves no layer to map.
+    """
+    split = plan.split(input_ids.shape[1])
+    head_ids = input_ids if head_ids is None else head_ids
+    if head_ids.shape != input_ids.shape:
+        raise CacheError(f"head_ids have shape {tuple(head_ids.shape)}, the prompt {tuple(input_ids.shape)}.")
+    if split.carried == 0:
+        cache, logits = target.prefill(input_ids)
+        return Handoff(cache, logits[:, -1], split, split.prompt_length)
+    seconds: dict[str, float] = {}
+    start, stop, length = split.carried_start, split.carried_stop, split.prompt_length
+    sinks_and_tail = torch.cat((torch.arange(start), torch.arange(stop, length))).to(target.device)
+    if carried is None:
+        held = sinks_and_tail
+        native = torch.arange(len(held), device=target.device)
+        buffers = _buffers(target, input_ids.shape[0], len(held))
+    else:
+        held = torch.arange(length, device=target.device)
+        native = sinks_and_tail
+        buffers = _buffers(target, input_ids.shape[0], length)
+        with timed(seconds, "head", target.device):
+            _compute_head(target, plan, buffers, head_ids[:, :stop])
+        with timed(seconds, "inject", target.device):
+            _inject(target, buffers, carried, plan.mapped_layers(target.geometry.layers), split)
+    with timed(seconds, "forward", target.device):
+        cache, logits = _forward(target, buffers, input_ids, held, native)
+    return Handoff(cache, logits, split, length, seconds)
+
+
+def hand_off(
+    target: KVModel,
+    plan: HandoffPlan,
+    mapping: Map,
+    source_states: ContentStates,
+    input_ids: Int[Tensor, "B T"],
+) -> Handoff:
+    """Map a source's content states and give the result to the target.
+
+    Args:
+        target: the model that goes on.
+        plan: what it computes natively.
+        mapping: from source to target content states.
+        source_states: of the whole prompt, from `KVModel.content` of the source.
+        input_ids: the prompt.
+
+    Raises:
+        CacheError: the source states do not cover the prompt, or the mapped states are unusable.
+        PlanError: the prompt is empty or the plan leaves no layer to map.
+    """
+    split = plan.split(input_ids.shape[1])
+    if source_states.tokens < split.carried_stop:
+        raise CacheError(
+            f"the source has read {source_states.tokens} tokens; "
+            f"the plan carries positions up to {split.carried_stop - 1}."
+        )
+    seconds: dict[str, float] = {}
+    carried = None
+    if split.carried:
+        with timed(seconds, "map", target.device):
+            span = source_states.span(split.carried_start, split.carried_stop)
+            carried = mapping.apply(span, plan.mapped_layers(target.geometry.layers))
+    handoff = assemble(target, plan, input_ids, carried)
+    handoff.seconds.update(seconds)
+    return handoff

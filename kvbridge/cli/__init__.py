@@ -1,0 +1,102 @@
+"""The `kvbridge` command. Nothing heavy is imported before a command is known."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+USAGE = """\
+usage: kvbridge COMMAND [OVERRIDE …]
+
+Carry a small model's KV cache into a larger one through learned maps.
+
+commands
+  run         calibrate, fit and evaluate; writes OUT/results.json and OUT/bridge
+  calibrate   stream text through both models into OUT/calibration
+  fit         fit a map on finished moments; writes OUT/bridge
+  eval        score a finished bridge; writes OUT/results.json
+  inspect     print what a bridge is made of
+  doctor      check that a pair is supported and that a hand-off is exact
+
+Every setting is a Hydra override, such as mapper.k=8 or plan.native_tail=16; `kvbridge COMMAND --help` lists them,
+`-m` sweeps them. Example:
+
+  kvbridge run pair=local pair.source=DIR pair.target=DIR calibration.corpus=FILE eval.corpus=FILE out=DIR
+"""
+
+COMMANDS = ("run", "calibrate", "fit", "eval", "inspect", "doctor")
+
+
+def _task(command: str, failures: list[str]) -> Callable[[Any], None]:
+    """The function that Hydra runs for each job: our own errors are collected, so that one job does not sink others."""
+    from kvbridge.cli import commands
+    from kvbridge.errors import KVBridgeError
+
+    run = getattr(commands, f"{command}_command")
+
+    def task(config: Any) -> None:
+        try:
+            run(config)
+        except KVBridgeError as error:
+            failures.append(str(error))
+
+    return task
+
+
+def _one_line(error: BaseException) -> str:
+    """A composition error and its cause in one sentence."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    if "Could not find" in lines[0] and len(lines) > 2:
+        found = [line for line in lines[2:] if not line.startswith(("Config search path", "provider="))]
+        return f"{lines[0]}; available: {', '.join(found)}."
+    cause = str(error.__cause__).strip().splitlines() if error.__cause__ else lines[1:]
+    return f"{lines[0].rstrip('.:')}: {cause[0]}" if cause else lines[0]
+
+
+def _hydra(command: str, overrides: list[str]) -> None:
+    """Compose the configuration and run the command, once or as a sweep; fail if any job failed."""
+    import hydra
+
+    from kvbridge.cli.settings import register
+
+    register()
+    sys.argv = [f"kvbridge {command}", *overrides]
+    # Without this Hydra prints a summary of the traceback and exits with 1 itself.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    failures: list[str] = []
+    hydra.main(version_base="1.3", config_path="pkg://kvbridge.configs", config_name="config")(
+        _task(command, failures)
+    )()
+    if failures:
+        _fail("\nkvbridge: error: ".join(failures))
+
+
+def main() -> None:
+    """Entry point: exit code 0 on success, 2 for bad usage with one sentence on stderr."""
+    command, *overrides = sys.argv[1:] or ["--help"]
+    if command in ("-h", "--help"):
+        print(USAGE)
+        return
+    if command == "--version":
+        from importlib.metadata import version
+
+        print(f"kvbridge {version('kvbridge')}")
+        return
+    if command not in COMMANDS:
+        _fail(f"{command!r} is no command; expected one of {', '.join(COMMANDS)}.")
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        _hydra(command, overrides)
+    except (HydraException, OmegaConfBaseException, OSError) as error:
+        if isinstance(error, OSError) and not isinstance(error, HydraException):
+            _fail(f"{error.filename or 'a file'}: {error.strerror or error}")
+        _fail(_one_line(error))
+
+
+def _fail(sentence: str) -> None:
+    print(f"kvbridge: error: {sentence}", file=sys.stderr)
+    raise SystemExit(2)

@@ -1,0 +1,238 @@
+"""What each command does, in terms of the rooms; the command line reaches them through here."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from kvbridge.bridge import Bridge, bridge_bytes
+from kvbridge.cli.settings import PairConfig
+from kvbridge.errors import UsageError
+from kvbridge.fingerprint import digest
+from kvbridge.pair import ModelPair
+from kvbridge.plan import HandoffPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """One composed configuration, every group as the object it describes."""
+
+    pair: PairConfig
+    mapper: Any
+    plan: HandoffPlan
+    calibration: Any
+    eval: Any
+    out: Path
+    moments: Path | None
+    bridge: str | None
+    plain: dict[str, Any]
+
+    @classmethod
+    def of(cls, config: DictConfig) -> Settings:
+        names = ("pair", "mapper", "plan", "calibration", "eval")
+        groups: dict[str, Any] = {name: OmegaConf.to_object(config[name]) for name in names}
+        plain: Any = OmegaConf.to_container(config, resolve=True)
+        plain["mapper"] = {"name": groups["mapper"].name} | plain["mapper"]
+        moments = Path(config.moments).expanduser() if config.moments else None
+        return cls(**groups, out=Path(config.out).expanduser(), moments=moments, bridge=config.bridge, plain=plain)
+
+    @property
+    def calibration_folder(self) -> Path:
+        return self.moments or self.out / "calibration"
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], step: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    seconds[step] = time.perf_counter() - start
+
+
+def _calibrate(settings: Settings, pair: ModelPair) -> Any:
+    from kvbridge.calibration import CalibrationMoments, calibrate
+
+    if settings.moments is not None:
+        moments = CalibrationMoments.load(settings.moments / "moments.safetensors")
+        stored = {
+            key.removeprefix("pair."): value
+            for key, value in moments.info["identity"].items()
+            if key.startswith("pair.") and key != "pair.dtype"
+        }
+        pair.require(stored, f"{settings.moments}")
+        return moments
+    return calibrate(pair, settings.calibration, settings.mapper.blocks(), settings.calibration_folder)
+
+
+def _fit(settings: Settings, pair: ModelPair, moments: Any) -> Bridge:
+    fitted = settings.mapper.fit(moments, pair.source.geometry, pair.target.geometry)
+    identity = moments.info["identity"]
+    bridge = Bridge(
+        keys=fitted.keys,
+        values=fitted.values,
+        identity=pair.identity(),
+        pair=pair.describe(),
+        mapper={"name": settings.mapper.name} | dataclasses.asdict(settings.mapper),
+        calibration={
+            "fingerprint": digest(identity),
+            "rows": moments.sets["fit", "rest"].rows + moments.sets["fit", "first"].rows,
+            "identity": identity,
+            "seconds": moments.info.get("seconds"),
+            "tokens_per_second": moments.info.get("tokens_per_second"),
+            "peak_memory_bytes": moments.info.get("peak_memory_bytes"),
+        },
+        evidence=fitted.evidence(),
+    )
+    bridge.save_pretrained(settings.out / "bridge")
+    return bridge
+
+
+def _documents(settings: Settings, pair: ModelPair) -> tuple[Any, str]:
+    from kvbridge.eval.documents import take_documents
+
+    config = settings.eval
+    corpus = config.open("eval")
+    taken = take_documents(
+        corpus, pair.tokenizer, documents=config.documents, tokens=config.tokens, prompt=config.prompt
+    )
+    return taken, corpus.fingerprint
+
+
+def _evaluate(
+    settings: Settings, pair: ModelPair, bridge: Bridge, location: Path | None, seconds: dict[str, float]
+) -> dict[str, Any]:
+    from kvbridge.eval import build_results, evaluate, write_results
+    from kvbridge.eval.arms import standard_arms
+    from kvbridge.eval.results import describe_run
+    from kvbridge.kernels import FormMap
+
+    settings.plan.mapped_layers(pair.target.geometry.layers)
+    documents, corpus = _documents(settings, pair)
+    mapping = FormMap(bridge.keys, bridge.values)
+    identity = {
+        "pair": pair.identity(),
+        "bridge": bridge.fingerprint(),
+        "plan": settings.plan.to_dict(),
+        "corpus": corpus,
+        "eval": {
+            key: value for key, value in settings.plain["eval"].items() if key not in ("corpus", "resamples", "seed")
+        },
+    }
+    with _timed(seconds, "evaluate"):
+        arms = standard_arms(pair, mapping, settings.plan, settings.eval.prompt)
+        partial = settings.out / "documents.partial.jsonl"
+        records = evaluate(pair, arms, documents, settings.eval, partial=partial, identity=identity)
+    run = describe_run(pair, settings.plain, seconds)
+    results = build_results(pair, bridge, mapping, settings.plan, settings.eval, records, run)
+    results["cost"]["artifact_bytes"] = bridge_bytes(location) if location else None
+    results["cost"]["calibration_seconds"] = bridge.calibration.get("seconds")
+    results["cost"]["calibration_peak_memory_bytes"] = bridge.calibration.get("peak_memory_bytes")
+    write_results(settings.out / "results.json", results)
+    partial.unlink(missing_ok=True)
+    _print_arms(results)
+    return results
+
+
+def _print_arms(results: dict[str, Any]) -> None:
+    """The arms table, headline metrics first."""
+    from rich.console import Console
+    from rich.table import Table
+
+    columns = {"gap_recovered": "gap recovered", "kl": "KL", "kl_first": "KL first", "top1": "top-1",
+               "rollout_kl": "rollout KL", "nll": "NLL"}  # fmt: skip
+    table = Table("arm", *columns.values())
+    for name, metrics in results["arms"].items():
+        cells = []
+        for metric in columns:
+            value = metrics.get(metric, {}).get("mean")
+            cells.append("—" if value is None else f"{value:.1%}" if metric == "gap_recovered" else f"{value:.4f}")
+        table.add_row(name.replace("_", " "), *cells)
+    console = Console()
+    console.print(table)
+    share = results["cost"]["target_prefill_flops_share"]
+    console.print(
+        f"{len(results['documents'])} documents; the hand-off costs {share:.1%} of the target's prefill FLOPs."
+    )
+
+
+def run_command(config: DictConfig) -> None:
+    """Calibrate, fit and evaluate."""
+    settings, seconds = Settings.of(config), {}
+    pair = settings.pair.load()
+    _documents(settings, pair)
+    with _timed(seconds, "calibrate"):
+        moments = _calibrate(settings, pair)
+    if moments is None:
+        return
+    with _timed(seconds, "fit"):
+        bridge = _fit(settings, pair, moments)
+    del moments
+    _evaluate(settings, pair, bridge, settings.out / "bridge", seconds)
+
+
+def calibrate_command(config: DictConfig) -> None:
+    """Collect the moments that the mapper asks for."""
+    settings = Settings.of(config)
+    moments = _calibrate(settings, settings.pair.load())
+    if moments is not None:
+        rows = {"/".join(key): part.rows for key, part in moments.sets.items()}
+        print(f"{settings.calibration_folder / 'moments.safetensors'}: rows {rows}")
+
+
+def fit_command(config: DictConfig) -> None:
+    """Fit a map on finished moments."""
+    from kvbridge.calibration import CalibrationMoments
+
+    settings = Settings.of(config)
+    CalibrationMoments.load(settings.calibration_folder / "moments.safetensors")
+    pair = settings.pair.load()
+    reused = dataclasses.replace(settings, moments=settings.calibration_folder)
+    bridge = _fit(reused, pair, _calibrate(reused, pair))
+    print(f"{settings.out / 'bridge'}: {bridge.parameters():,} numbers")
+
+
+def eval_command(config: DictConfig) -> None:
+    """Score a finished bridge."""
+    settings = Settings.of(config)
+    location = settings.bridge or str(settings.out / "bridge")
+    unchecked = Bridge.from_pretrained(location)
+    pair = settings.pair.load()
+    unchecked.require_pair(pair)
+    folder = Path(location).expanduser()
+    _evaluate(settings, pair, unchecked, folder if folder.is_dir() else None, {})
+
+
+def inspect_command(config: DictConfig) -> None:
+    """Print what a bridge is made of."""
+    from kvbridge.cli.describe import print_bridge
+
+    settings = Settings.of(config)
+    location = settings.bridge or str(settings.out / "bridge")
+    print_bridge(Bridge.from_pretrained(location), location)
+
+
+def doctor_command(config: DictConfig) -> None:
+    """Say what a pair supports and run the gate on both models."""
+    from kvbridge.cli.describe import print_gate
+    from kvbridge.eval import identity_gate
+
+    pair = Settings.of(config).pair.load()
+    torch.manual_seed(0)
+    failed = []
+    for role, model in (("source", pair.source), ("target", pair.target)):
+        vocabulary = model.model.config.get_text_config(decoder=True).vocab_size
+        input_ids = torch.randint(min(10, vocabulary - 1), vocabulary, (1, 160))
+        report = identity_gate(model, input_ids)
+        print_gate(role, model, report)
+        failed += [] if report.passed else [role]
+    if failed:
+        raise UsageError(
+            f"the gate failed for {' and '.join(failed)}: injected keys and values do not give native answers."
+        )

@@ -1,0 +1,87 @@
+"""Bridges and gate reports as a person wants to read them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from kvbridge.bridge import Bridge
+from kvbridge.model import KVModel
+
+BARS = " ▁▂▃▄▅▆▇█"
+
+
+def _bar(value: float) -> str:
+    return BARS[round(min(max(value, 0.0), 1.0) * (len(BARS) - 1))]
+
+
+def _runs(layers: list[int]) -> str:
+    """Layer numbers with consecutive ones joined: `0–3, 7`."""
+    runs: list[list[int]] = []
+    for layer in sorted(layers):
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
+
+
+def _summary(bridge: Bridge, location: str) -> Table:
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    options = ", ".join(f"{key}={value}" for key, value in bridge.mapper.items() if key != "name")
+    rows: dict[str, Any] = {"bridge": location}
+    for role in ("source", "target"):
+        geometry = bridge.pair[role]["geometry"]
+        rows[role] = (
+            f"{bridge.pair[role]['name']}  ({geometry['layers']} layers, {geometry['kv_heads']} KV heads × "
+            f"{geometry['head_dim']}, RoPE {geometry['rope_kind']}, fingerprint {bridge.identity[role]})"
+        )
+    rows["mapper"] = f"{bridge.mapper['name']}  ({options})"
+    rows["forms"] = ", ".join(f"{kind}: {form.name}" for kind, form in bridge.forms().items())
+    layers = range(bridge.pair["target"]["geometry"]["layers"])
+    flops = sum(form.flops_per_token(layers) for form in bridge.forms().values())
+    rows["size"] = f"{bridge.parameters() / 1e6:.2f} M numbers, {flops / 1e6:.2f} MFLOP per token"
+    per_feature = bridge.evidence.get("rows_per_feature")
+    rows["calibration"] = f"{bridge.calibration.get('rows', 0):,} rows" + (
+        f", {per_feature:.0f} per feature" + (" (fewer than 10: do not trust it)" if per_feature < 10 else "")
+        if per_feature
+        else ""
+    )
+    for name, value in rows.items():
+        table.add_row(name, str(value))
+    return table
+
+
+def _layers(bridge: Bridge) -> Table:
+    table = Table("target layer", "reads source layers", "R² keys", "", "R² values", "")
+    r2 = {kind: torch.tensor(grid).mean(dim=1).tolist() for kind, grid in bridge.evidence.get("r2", {}).items()}
+    for layer, chosen in enumerate(bridge.evidence.get("selected_layers", {}).get("keys", [])):
+        cells = []
+        for kind in ("keys", "values"):
+            found = r2.get(kind)
+            cells += [f"{found[layer]:.3f}", _bar(found[layer])] if found else ["—", ""]
+        table.add_row(str(layer), _runs(chosen), *cells)
+    return table
+
+
+def print_bridge(bridge: Bridge, location: str) -> None:
+    """Print a bridge: pair, method, size, evidence, and what each target layer reads."""
+    console = Console()
+    console.print(_summary(bridge, location))
+    console.print(_layers(bridge))
+    console.print("R² is on calibration text that the fit did not see, averaged over heads.")
+
+
+def print_gate(role: str, model: KVModel, report: Any) -> None:
+    """Print what a model supports and how the gate went."""
+    console = Console()
+    verdict = "passed" if report.passed else "FAILED"
+    console.print(f"{role}: {model.geometry.describe()}; {str(model.dtype).removeprefix('torch.')} on {model.device}")
+    console.print(f"  gate {verdict}: injected KL {report.injected:.1e} nats, limit {report.limit:.0e}")
+    for name, value in report.controls.items():
+        console.print(
+            f"  control, {name}: {value:.1e}" + ("" if value > 100 * report.limit else " (too weak to prove it)")
+        )

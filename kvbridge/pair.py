@@ -1,0 +1,179 @@
+"""A source and a target that share one tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from kvbridge.errors import PairMismatchError, UsageError
+from kvbridge.fingerprint import digest, fingerprint_tokenizer
+from kvbridge.model import KVModel
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPair:
+    """One ordered (source, target) pair.
+
+    Attributes:
+        source: the model whose cache exists.
+        target: the model that will use it.
+        tokenizer: the target's tokenizer; the source's gives the same ids.
+        tokenizer_fingerprint: digest of vocabulary, merges, special tokens and normaliser.
+    """
+
+    source: KVModel
+    target: KVModel
+    tokenizer: PreTrainedTokenizerBase
+    tokenizer_fingerprint: str
+
+    def identity(self) -> dict[str, str]:
+        """The fingerprints by which a bridge or moments recognise their pair."""
+        return {
+            "source": self.source.fingerprint,
+            "source geometry": digest(self.source.geometry.to_dict()),
+            "target": self.target.fingerprint,
+            "target geometry": digest(self.target.geometry.to_dict()),
+            "tokenizer": self.tokenizer_fingerprint,
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """What results and artifacts record of the pair."""
+        described: dict[str, Any] = {"tokenizer": {"fingerprint": self.tokenizer_fingerprint}}
+        for role, model in (("source", self.source), ("target", self.target)):
+            described[role] = {
+                "name": Path(model.name).name if Path(model.name).exists() else model.name,
+                "revision": model.revision,
+                "fingerprint": model.fingerprint,
+                "dtype": str(model.dtype).removeprefix("torch."),
+                "geometry": model.geometry.to_dict(),
+                "interleaved_rotary": model.rotary.interleaved,
+            }
+        return described
+
+    def require(self, identity: dict[str, str], what: str) -> None:
+        """Refuse something that was made for another pair.
+
+        Raises:
+            PairMismatchError: naming both fingerprints of each part that differs.
+        """
+        mine = self.identity()
+        differing = [
+            f"{part} {identity.get(part, 'missing')} where this pair has {mine[part]}"
+            for part in mine
+            if identity.get(part) != mine[part]
+        ]
+        if differing:
+            raise PairMismatchError(
+                f"{what} was made for another pair: {'; '.join(differing)}. "
+                "Load the pair it names, or calibrate and fit anew."
+            )
+
+
+def _load_model(location: str, revision: str | None, dtype: torch.dtype, device: str, trust: bool) -> KVModel:
+    arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa", "trust_remote_code": trust}
+    if device == "auto":
+        arguments["device_map"] = "auto"
+    transformers_logging.disable_progress_bar()
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            location, revision=revision, use_safetensors=True, output_loading_info=True, **arguments
+        )
+        model, report = loaded
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise UsageError(f"no model could be loaded from {location!r}: {first_line}") from error
+    finally:
+        transformers_logging.enable_progress_bar()
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise UsageError(
+            f"the checkpoint {location!r} lacks {len(missing)} weights ({', '.join(missing[:3])}), "
+            "which would be random; download or save it again."
+        )
+    if device != "auto":
+        model = cast(Any, model).to(device)
+    return KVModel.wrap(model, name=location, revision=getattr(model.config, "_commit_hash", None) or revision)
+
+
+def _load_tokenizer(location: str, revision: str | None, trust: bool) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(location, revision=revision, trust_remote_code=trust)
+    except (OSError, ValueError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise UsageError(f"no tokenizer could be loaded from {location!r}: {first_line}") from error
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.device("cpu" if device == "auto" else device)
+    except RuntimeError as error:
+        raise UsageError(f"pair.device={device}: expected cpu, cuda, cuda:N or auto.") from error
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise UsageError(f"pair.device={device}: no CUDA device is available here; use pair.device=cpu.")
+
+
+def _check_location(role: str, location: str) -> None:
+    looks_local = location.startswith((".", "/", "~")) or location.count("/") > 1
+    folder = Path(location).expanduser()
+    if looks_local and not (folder / "config.json").is_file():
+        raise UsageError(
+            f"pair.{role}={location}: no such model folder (a folder with config.json and safetensors was expected)."
+        )
+
+
+def load_pair(
+    source: str,
+    target: str,
+    *,
+    source_revision: str | None = None,
+    target_revision: str | None = None,
+    dtype: str = "bfloat16",
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+) -> ModelPair:
+    """Load a pair from two folders or hub ids.
+
+    Args:
+        source: the small model.
+        target: the large model.
+        source_revision: hub revision of the source.
+        target_revision: hub revision of the target.
+        dtype: `float32`, `bfloat16` or `float16`.
+        device: a torch device, or `auto` to let accelerate place the layers.
+        trust_remote_code: run code that comes with a checkpoint; off unless asked for.
+
+    Raises:
+        UsageError: a folder, dtype or device does not exist.
+        PairMismatchError: the two models have different tokenizers.
+        UnsupportedModelError: a model's cache cannot be carried.
+    """
+    if dtype not in DTYPES:
+        raise UsageError(f"pair.dtype={dtype}: expected one of {', '.join(DTYPES)}.")
+    _check_device(device)
+    for role, location in (("source", source), ("target", target)):
+        _check_location(role, location)
+    source, target = (str(Path(at).expanduser()) if Path(at).expanduser().exists() else at for at in (source, target))
+    tokenizers = [
+        _load_tokenizer(source, source_revision, trust_remote_code),
+        _load_tokenizer(target, target_revision, trust_remote_code),
+    ]
+    prints = [fingerprint_tokenizer(tokenizer) for tokenizer in tokenizers]
+    if prints[0] != prints[1]:
+        raise PairMismatchError(
+            f"source {source} and target {target} have different tokenizers ({prints[0]} and {prints[1]}); "
+            "a cache can only be carried token by token, so take two models of one family."
+        )
+    return ModelPair(
+        source=_load_model(source, source_revision, DTYPES[dtype], device, trust_remote_code),
+        target=_load_model(target, target_revision, DTYPES[dtype], device, trust_remote_code),
+        tokenizer=tokenizers[1],
+        tokenizer_fingerprint=prints[1],
+    )

@@ -1,0 +1,105 @@
+"""The hand-off plan: which parts of a prompt are carried and which the target computes itself.
+
+    prompt   [ 0 … s−1 | s ……………………………… T−w−1 | T−w … T−1 ]
+               sinks     carried                   tail
+    layers
+      0 … m    exact     exact (native head)       exact
+      m+1 …    exact     mapped from the source    read by the target over what is carried
+
+The prompt has T tokens, the plan s sink tokens and w ≥ 1 tail tokens. Sinks are exact because nothing precedes them
+that is not a sink. Sinks and tail are one forward pass of the target, in which a token at position p sees exactly the
+positions up to p. The last prompt token is always among the tail, so the logits that follow the prompt are the
+target's own, over a cache of which the middle is an approximation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvbridge.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How a plan divides a prompt of `prompt_length` tokens: sinks, carried tokens, tail.
+
+    Attributes:
+        carried_start: first carried position, which is also the number of sink tokens.
+        carried_stop: one past the last carried position, which is also the first tail position.
+        prompt_length: `T`.
+    """
+
+    carried_start: int
+    carried_stop: int
+    prompt_length: int
+
+    @property
+    def carried(self) -> int:
+        """How many tokens are carried."""
+        return self.carried_stop - self.carried_start
+
+    @property
+    def native(self) -> int:
+        """How many tokens the target reads itself, through all layers."""
+        return self.prompt_length - self.carried
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffPlan:
+    """What the target computes natively at a hand-off.
+
+    Attributes:
+        sinks: first tokens of the prompt, computed by the target.
+        native_head: the target runs layers `0 … m − 1` on the prompt, which makes the keys and values of layers
+            `0 … m` exact; 0 costs next to nothing, since layer 0 depends on the embedding alone; `None` maps all.
+        native_tail: last tokens of the prompt, read by the target over what is carried.
+
+    Raises:
+        PlanError: a number is out of range.
+    """
+
+    sinks: int = 4
+    native_head: int | None = 0
+    native_tail: int = 16
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0:
+            raise PlanError(f"plan.sinks={self.sinks}: give the number of first tokens to compute natively, 0 or more.")
+        if self.native_head is not None and self.native_head < 0:
+            raise PlanError(f"plan.native_head={self.native_head}: give 0 or more layers, or null to map layer 0 too.")
+        if self.native_tail < 1:
+            raise PlanError(
+                f"plan.native_tail={self.native_tail}: the target must read at least the last prompt token; "
+                "give 1 or more."
+            )
+
+    def split(self, prompt_length: int) -> Split:
+        """Divide a prompt; one that is too short to carry anything is all tail.
+
+        Raises:
+            PlanError: the prompt is empty.
+        """
+        if prompt_length < 1:
+            raise PlanError("the prompt is empty; a hand-off needs at least one token.")
+        stop = prompt_length - self.native_tail
+        if stop <= self.sinks:
+            return Split(0, 0, prompt_length)
+        return Split(self.sinks, stop, prompt_length)
+
+    def mapped_layers(self, layers: int) -> range:
+        """The target layers that a map must supply.
+
+        Raises:
+            PlanError: the native head leaves no layer to map.
+        """
+        first = 0 if self.native_head is None else self.native_head + 1
+        if first >= layers:
+            raise PlanError(
+                f"plan.native_head={self.native_head} makes all {layers} target layers exact; "
+                f"give at most {layers - 2}, or run the target natively."
+            )
+        return range(first, layers)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)

@@ -1,0 +1,139 @@
+"""Content states: what a KV cache says, without the rotation that says where it was said."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import Cache
+
+from kvbridge import compat
+from kvbridge.errors import CacheError
+from kvbridge.geometry import KVGeometry
+from kvbridge.rotary import RotaryCodec
+
+
+@dataclass(frozen=True, slots=True)
+class ContentStates:
+    """De-rotated keys and values of some layers of one model.
+
+    Attributes:
+        keys: content keys.
+        values: values as cached.
+        positions: absolute position of each token.
+    """
+
+    keys: Float[Tensor, "L B H T D"]
+    values: Float[Tensor, "L B H T D"]
+    positions: Int[Tensor, "T"]
+
+    @property
+    def tokens(self) -> int:
+        return self.keys.shape[-2]
+
+    def span(self, start: int, stop: int) -> ContentStates:
+        """The tokens with index `start … stop − 1`."""
+        return ContentStates(self.keys[..., start:stop, :], self.values[..., start:stop, :], self.positions[start:stop])
+
+
+def check_tensors(keys: Tensor, values: Tensor, geometry: KVGeometry, batch: int, tokens: int, where: str) -> None:
+    """Refuse one layer's keys and values `[B, H, T, D]` that do not fit the model and prompts or are not finite.
+
+    Raises:
+        CacheError: naming `where` and what differs.
+    """
+    expected = (batch, geometry.kv_heads, tokens, geometry.head_dim)
+    for kind, tensor in (("keys", keys), ("values", values)):
+        if tuple(tensor.shape) != expected:
+            raise CacheError(f"{where}: {kind} have shape {tuple(tensor.shape)}, expected {expected}.")
+        if not torch.isfinite(tensor).all():
+            raise CacheError(f"{where}: {kind} hold NaN or infinite numbers; this cache must not be used.")
+    if keys.dtype != values.dtype or keys.device != values.device:
+        raise CacheError(
+            f"{where}: keys are {keys.dtype} on {keys.device}, values {values.dtype} on {values.device}; "
+            "both must be the same."
+        )
+
+
+def content_states(
+    cache: Cache, geometry: KVGeometry, rotary: RotaryCodec, positions: Int[Tensor, "T"] | None = None
+) -> ContentStates:
+    """Read a dynamic or static cache into content states, in fp32.
+
+    Args:
+        cache: filled by the model that `geometry` and `rotary` describe; it is not changed.
+        positions: absolute position of each cached token, `0 … T − 1` by default.
+
+    Raises:
+        CacheError: a layer is missing, lengths differ, a shape is wrong or a number is not finite.
+    """
+    found = [compat.layer_tensors(cache, layer) for layer in range(len(cache.layers))]
+    missing = [layer for layer, tensors in enumerate(found) if tensors is None]
+    if len(found) != geometry.layers or missing:
+        held = f"{len(found)} layers" + (f", of which {missing} are empty" if missing else "")
+        raise CacheError(f"the cache holds {held}; {geometry.describe()} needs {geometry.layers} filled layers.")
+    layers = [tensors for tensors in found if tensors is not None]
+    first = layers[0][0]
+    batch, tokens = first.shape[0], first.shape[-2]
+    for layer, (keys, values) in enumerate(layers):
+        check_tensors(keys, values, geometry, batch, tokens, f"cache layer {layer}")
+        if keys.dtype != first.dtype:
+            raise CacheError(f"cache layer {layer}: keys are {keys.dtype}, those of layer 0 {first.dtype}.")
+    if positions is None:
+        positions = torch.arange(tokens, device=first.device)
+    elif len(positions) != tokens:
+        raise CacheError(f"{len(positions)} positions were given for a cache of {tokens} tokens.")
+    keys = rotary.strip(torch.stack([keys for keys, _ in layers]), positions)
+    return ContentStates(keys, torch.stack([values for _, values in layers]).float(), positions)
+
+
+def rotated(
+    states: ContentStates, geometry: KVGeometry, rotary: RotaryCodec, batch: int, layers: range
+) -> tuple[Float[Tensor, "L B H T D"], Float[Tensor, "L B H T D"]]:
+    """Keys and values of `layers` as the model would cache them for `batch` prompts, completely checked.
+
+    Raises:
+        CacheError: the states do not fit or are not finite in the model's dtype.
+    """
+    expected = (len(layers), batch, geometry.kv_heads, states.tokens, geometry.head_dim)
+    if not tuple(states.keys.shape) == tuple(states.values.shape) == expected:
+        raise CacheError(
+            f"states for layers {layers.start} … {layers.stop - 1} have keys of shape {tuple(states.keys.shape)} and "
+            f"values of shape {tuple(states.values.shape)}, expected {expected}."
+        )
+    keys = rotary.apply(states.keys, states.positions).to(rotary.dtype)
+    values = states.values.to(rotary.dtype)
+    for index, layer in enumerate(layers):
+        check_tensors(keys[index], values[index], geometry, batch, states.tokens, f"states of layer {layer}")
+    return keys, values
+
+
+def fill_cache(cache: Cache, states: ContentStates, geometry: KVGeometry, rotary: RotaryCodec) -> Cache:
+    """Rotate content states of all layers, check them completely and put them into an empty cache.
+
+    Args:
+        cache: a fresh `DynamicCache` or `StaticCache` of the model that `geometry` and `rotary` describe.
+
+    Returns:
+        The same cache.
+
+    Raises:
+        CacheError: the states do not fit, are not finite in the model's dtype, or the cache is not empty.
+    """
+    if len(cache.layers) != geometry.layers:
+        raise CacheError(
+            f"the cache is made for {len(cache.layers)} layers, the model has {geometry.layers}; "
+            "make it with the model's config."
+        )
+    held = compat.longest(cache)
+    if held > 0:
+        raise CacheError(f"the cache holds {held} tokens already; give an empty one.")
+    room = compat.room(cache)
+    if room is not None and room < states.tokens:
+        raise CacheError(f"the cache has room for {room} tokens; {states.tokens} were given.")
+    keys, values = rotated(states, geometry, rotary, states.keys.shape[1], range(geometry.layers))
+    for layer in range(geometry.layers):
+        compat.put_layer(cache, layer, keys[layer], values[layer])
+    return cache

@@ -1,0 +1,53 @@
+"""What a fitting method is, and what it returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+from kvbridge.calibration import CalibrationMoments, MomentBlock
+from kvbridge.forms import Form
+from kvbridge.geometry import KVGeometry
+
+
+@dataclass(frozen=True, slots=True)
+class FittedMap:
+    """What fitting leaves: two executable forms and the evidence for them.
+
+    Attributes:
+        keys: form that makes the target's content keys.
+        values: form that makes its values.
+        selected_layers: per kind, the source layers that each target layer reads.
+        r2: per kind, held-out R² of each target layer and head; empty without a held-out split.
+        rows_per_feature: fit rows for every input of one map.
+    """
+
+    keys: Form
+    values: Form
+    selected_layers: dict[str, list[list[int]]]
+    r2: dict[str, list[list[float]]] = field(default_factory=dict)
+    rows_per_feature: float | None = None
+
+    def evidence(self) -> dict[str, Any]:
+        """What the bridge and the results keep of a fit."""
+        return {"r2": self.r2, "selected_layers": self.selected_layers, "rows_per_feature": self.rows_per_feature}
+
+
+@runtime_checkable
+class Mapper(Protocol):
+    """A fitting method: a frozen dataclass whose fields are its hyper-parameters."""
+
+    name: ClassVar[str]
+
+    def blocks(self) -> frozenset[MomentBlock]:
+        """The cross moments that `fit` reads, so that calibration gathers only those."""
+        ...
+
+    def fit(self, moments: CalibrationMoments, source: KVGeometry, target: KVGeometry) -> FittedMap:
+        """Solve for the forms.
+
+        Raises:
+            CalibrationError: the moments lack rows or blocks.
+            UsageError: a hyper-parameter does not fit the pair.
+        """
+        ...

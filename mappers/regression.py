@@ -1,0 +1,105 @@
+"""Least squares on moments: solving, explained variance, held-out R²."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvbridge.calibration import Moments
+from kvbridge.calibration.moments import source_variable, target_variable
+from kvbridge.errors import CalibrationError
+from kvbridge.forms import KINDS, SlotAffine
+from kvbridge.geometry import KVGeometry
+
+# Directions whose variance is below this share of the largest carry rounding, not signal.
+RANK_CUTOFF = 1e-10
+
+
+def ridge_solve(
+    gram: Float[Tensor, "p p"], cross: Float[Tensor, "p q"], penalty: float, scale: str
+) -> Float[Tensor, "p q"]:
+    """Ridge weights from centred moments, in fp64.
+
+    Args:
+        gram: `XᵀX` of centred inputs.
+        cross: `XᵀY`.
+        penalty: λ.
+        scale: `absolute` solves `(XᵀX + λ I) W = XᵀY`; `correlation` equilibrates `XᵀX` to unit diagonal first and
+            adds λ there, so that λ means the same for every width and row count.
+
+    Raises:
+        CalibrationError: the system is singular.
+    """
+    diagonal = gram.diagonal()
+    if scale == "correlation":
+        spread = diagonal.clamp_min(torch.finfo(torch.float64).tiny).sqrt()
+        spread = torch.where(diagonal > 0, spread, torch.ones_like(spread))
+        system = gram / spread[:, None] / spread[None, :]
+        right = cross / spread[:, None]
+    else:
+        spread = None
+        system, right = gram.clone(), cross
+    system.diagonal().add_(penalty)
+    factor, failed = torch.linalg.cholesky_ex(system)
+    if int(failed):
+        raise CalibrationError(
+            f"the normal equations of {gram.shape[0]} features are singular at λ={penalty:g} ({scale}); give more "
+            "calibration tokens or a larger λ."
+        )
+    solved = torch.cholesky_solve(right, factor)
+    return solved if spread is None else solved / spread[:, None]
+
+
+def explained_squares(gram: Float[Tensor, "p p"], cross: Float[Tensor, "p q"]) -> Float[Tensor, "q"]:
+    """Sum of squares of each output that ordinary least squares on the inputs explains, whatever their rank."""
+    variances, directions = torch.linalg.eigh(gram)
+    kept = variances > RANK_CUTOFF * variances[-1].clamp_min(torch.finfo(torch.float64).tiny)
+    projected = directions[:, kept].T @ cross
+    return (projected.square() / variances[kept, None]).sum(dim=0)
+
+
+def head_r2(residual: Float[Tensor, "q"], total: Float[Tensor, "q"], head_dim: int) -> Float[Tensor, "H"]:
+    """R² of each head of width `head_dim`: one minus its residual over its total sum of squares."""
+    residual, total = residual.reshape(-1, head_dim).sum(dim=1), total.reshape(-1, head_dim).sum(dim=1)
+    return 1 - residual / total.clamp_min(torch.finfo(torch.float64).tiny)
+
+
+def slot_columns(slots: Int[Tensor, "S"], kind: str, geometry: KVGeometry) -> Int[Tensor, "p"]:
+    """Columns of one kind's moments `[L·H·D]` that a list of input slots of that kind covers."""
+    first = KINDS.index(kind) * geometry.layers * geometry.kv_heads
+    offsets = torch.arange(geometry.head_dim)
+    return ((slots.long() - first)[:, None] * geometry.head_dim + offsets).flatten()
+
+
+def held_out_r2(form: SlotAffine, kind: str, moments: Moments, source_geometry: KVGeometry) -> list[list[float]]:
+    """R² of each target layer and head on moments that the fit did not see.
+
+    From `‖y − xW − b‖² = S_yy − 2⟨W, S_xy⟩ + ⟨W, S_xx W⟩ + n‖ȳ − x̄W − b‖²`, the sums centred at their own means.
+    """
+    gram, cross = (
+        moments.cross[source_variable(kind), source_variable(kind)],
+        moments.cross[source_variable(kind), target_variable(kind)],
+    )
+    mean_x, mean_y, square = (
+        moments.mean[source_variable(kind)],
+        moments.mean[target_variable(kind)],
+        moments.square[target_variable(kind)],
+    )
+    layers, heads, _, _, width = form.weight.shape
+    found = torch.empty(layers, heads, dtype=torch.float64)
+    for layer in range(layers):
+        for head in range(heads):
+            columns = slot_columns(form.slots[layer, head], kind, source_geometry)
+            outputs = slice((layer * heads + head) * width, (layer * heads + head + 1) * width)
+            weight = form.weight[layer, head].flatten(0, 1).double()
+            offset = mean_y[outputs] - mean_x[columns] @ weight - form.bias[layer, head].double()
+            quadratic = (weight * (gram[columns][:, columns] @ weight)).sum(dim=0)
+            residual = (
+                square[outputs]
+                - 2 * (weight * cross[columns, outputs]).sum(dim=0)
+                + quadratic
+                + moments.rows * offset.square()
+            )
+            found[layer, head] = head_r2(residual, square[outputs], width)[0]
+    return found.tolist()

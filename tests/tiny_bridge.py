@@ -1,0 +1,103 @@
+"""A bridge of random weights for a pair, and the means to forge its folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvbridge.artifact import CONFIG, SUMMED, SUMS, WEIGHTS
+from kvbridge.bridge import Bridge
+from kvbridge.forms import KINDS, SlotAffine, input_slot
+from kvbridge.pair import ModelPair
+
+
+def random_form(kind: str, pair: ModelPair, layers: tuple[int, ...] = (0, 2)) -> SlotAffine:
+    """A form that reads all heads of some source layers."""
+    source, target = pair.source.geometry, pair.target.geometry
+    row = [
+        input_slot(kind, at, head, source.layers, source.kv_heads) for at in layers for head in range(source.kv_heads)
+    ]
+    slots = torch.tensor(row, dtype=torch.int32).expand(target.layers, target.kv_heads, -1).contiguous()
+    weight = torch.randn(*slots.shape, source.head_dim, target.head_dim) / len(row)
+    return SlotAffine(slots, weight, torch.randn(*slots.shape[:2], target.head_dim))
+
+
+def random_bridge(pair: ModelPair) -> Bridge:
+    """A complete bridge, as a fit would leave it; the weights follow torch's seed."""
+    target = pair.target.geometry
+    grid = torch.rand(target.layers, target.kv_heads).tolist()
+    return Bridge(
+        **{kind: random_form(kind, pair) for kind in KINDS},
+        identity=pair.identity(),
+        pair=pair.describe(),
+        mapper={"name": "ridge", "k": 2, "penalty": 0.01},
+        calibration={"rows": 4096, "fingerprint": "0123456789abcdef"},
+        evidence={
+            "r2": dict.fromkeys(KINDS, grid),
+            "selected_layers": dict.fromkeys(KINDS, [[0, 2]] * target.layers),
+            "rows_per_feature": 64.0,
+        },
+    )
+
+
+def same_bridge(given: Bridge, expected: Bridge) -> bool:
+    """Whether two bridges are equal to the last bit, in everything that they hold."""
+    tensors = [
+        {f"{kind}.{n}": t for kind, form in b.forms().items() for n, t in form.tensors().items()}
+        for b in (given, expected)
+    ]
+    described = [(b.identity, b.pair, b.mapper, b.calibration, b.evidence) for b in (given, expected)]
+    return described[0] == described[1] and all(
+        mine.dtype == tensors[1][name].dtype and torch.equal(mine, tensors[1][name])
+        for name, mine in tensors[0].items()
+    )
+
+
+def seal(folder: Path) -> None:
+    """Make SHA256SUMS match what lies in the folder."""
+    sums = [f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in SUMMED]
+    (folder / SUMS).write_text("".join(sums))
+
+
+def forge(folder: Path, name: str, change: Callable[[bytes], bytes]) -> None:
+    """Change the bytes of a file, with matching sums."""
+    (folder / name).write_bytes(change((folder / name).read_bytes()))
+    seal(folder)
+
+
+def forge_config(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change config.json in place, with matching sums."""
+
+    def edit(data: bytes) -> bytes:
+        config = json.loads(data)
+        change(config)
+        return json.dumps(config).encode()
+
+    forge(folder, CONFIG, edit)
+
+
+def split_weights(data: bytes) -> tuple[dict[str, Any], bytes]:
+    """Header and numbers of a safetensors file."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    return json.loads(data[8:end]), data[end:]
+
+
+def join_weights(header: bytes, numbers: bytes) -> bytes:
+    """A safetensors file with this header, whatever it says."""
+    return len(header).to_bytes(8, "little") + header + numbers
+
+
+def forge_header(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the header of model.safetensors in place, with matching sums."""
+
+    def edit(data: bytes) -> bytes:
+        header, numbers = split_weights(data)
+        change(header)
+        return join_weights(json.dumps(header).encode(), numbers)
+
+    forge(folder, WEIGHTS, edit)
