@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import tempfile
 from collections.abc import Iterator
@@ -48,21 +49,24 @@ class BlockSet:
 def _pieces(
     corpus: Corpus, tokenizer: PreTrainedTokenizerBase, block: int, seed: int
 ) -> Iterator[tuple[int, list[int]]]:
-    """(number of the document in seeded order, one block of it), first blocks of all documents first."""
-    prefix = encode(tokenizer, "")
-    turn = 0
-    while True:
-        found = 0
-        for number, (_, text) in enumerate(corpus.shuffled(seed)):
+    """(number of the document in seeded order, one block of it), first blocks of all documents first.
+
+    Documents that are too short for one block are not counted, so that they do not unbalance the splits.
+    """
+    probe = encode(tokenizer, "a")
+    prefix = probe[: len(probe) - len(tokenizer("a", add_special_tokens=False)["input_ids"])]
+    fresh = block - len(prefix)
+    for turn in itertools.count():
+        number, found = -1, 0
+        for _, text in corpus.shuffled(seed):
             ids = encode(tokenizer, text)[len(prefix) :]
-            fresh = block - len(prefix)
+            number += len(ids) >= fresh
             piece = ids[turn * fresh : (turn + 1) * fresh]
             if len(piece) == fresh:
                 found += 1
                 yield number, prefix + piece
         if found == 0:
             return
-        turn += 1
 
 
 def draw_blocks(

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
 from jaxtyping import Int
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -27,6 +26,7 @@ from kvbridge.calibration.shards import finished_shards, merge_shards, parse_sha
 from kvbridge.forms import KINDS
 from kvbridge.model import KVModel
 from kvbridge.pair import ModelPair
+from kvbridge.processes import process_state
 from kvbridge.states import ContentStates
 
 # Outlier norms sit on the first one to four tokens; their moments are kept apart so that a fit may leave them out.
@@ -69,6 +69,8 @@ class _Collector:
         progress = self._resume()
         batches = self._batches(drawn, shard, shards)
         tokens = self.config.block
+        info = progress.moments.info
+        before = info.get("seconds", 0.0)
         started = saved = time.monotonic()
         bar = tqdm(
             total=sum(map(len, batches)) * tokens,
@@ -85,10 +87,9 @@ class _Collector:
                 done += len(batch) * tokens
                 bar.update(len(batch) * tokens)
                 if time.monotonic() - saved > self.config.checkpoint_seconds:
-                    self._save_checkpoint(progress)
+                    self._save_checkpoint(progress, before + time.monotonic() - started)
                     saved = time.monotonic()
-        info = progress.moments.info
-        info["seconds"] = info.get("seconds", 0.0) + time.monotonic() - started
+        info["seconds"] = before + time.monotonic() - started
         info["documents"] = drawn.documents
         info["peak_memory_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         info["tokens_per_second"] = done / max(time.monotonic() - started, 1e-9)
@@ -136,9 +137,9 @@ class _Collector:
         sets = {(split, part): Moments.zeros(widths, self.blocks) for split in SPLITS for part in PARTS}
         return _Progress(CalibrationMoments(sets, {"identity": self.identity}), 0)
 
-    def _save_checkpoint(self, progress: _Progress) -> None:
-        info = progress.moments.info
-        CalibrationMoments(progress.moments.sets, info | {"batches": progress.batches}).save(self.checkpoint)
+    def _save_checkpoint(self, progress: _Progress, seconds: float) -> None:
+        info = progress.moments.info | {"batches": progress.batches, "seconds": seconds}
+        CalibrationMoments(progress.moments.sets, info).save(self.checkpoint)
 
 
 def calibrate(
@@ -169,9 +170,11 @@ def calibrate(
         moments = CalibrationMoments.load(final)
         require_same(moments.info["identity"], wanted, final)
         return moments
-    state = PartialState()
+    state = process_state()
     shard, shards = parse_shard(config.shard, state.process_index, state.num_processes)
     finished = finished_shards(out) if config.shard is None else 0
+    # No process may merge, and so delete shards, before all have looked.
+    state.wait_for_everyone()
     if not finished:
         drawn = draw_blocks(
             corpus, pair.tokenizer, tokens=config.tokens, block=config.block, held_out=config.held_out, seed=config.seed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +50,8 @@ class Corpus:
                     f"document {number} of {self.name} has no text in field {self.field!r} "
                     f"(fields: {', '.join(map(str, row))}); set the field that holds it."
                 )
-            yield str(row.get("id", digest(text))), text
+            name = row.get("id")
+            yield digest(text) if name is None else str(name), text
 
 
 @dataclass
@@ -95,9 +97,13 @@ def _local_files(path: Path) -> list[Path]:
     files = sorted(file for file in path.rglob("*") if file.name.endswith(LOCAL_SUFFIXES))
     if not files:
         raise CorpusError(f"corpus folder {path} holds no file that ends in {', '.join(LOCAL_SUFFIXES)}.")
-    if len({".txt" in file.name for file in files}) > 1:
+    if len({_kind(file) for file in files}) > 1:
         raise CorpusError(f"corpus folder {path} mixes .txt and .jsonl files; give one kind.")
     return files
+
+
+def _kind(file: Path) -> str:
+    return ".txt" if file.name.removesuffix(".gz").endswith(".txt") else ".jsonl"
 
 
 def _hash_files(files: list[Path]) -> str:
@@ -112,19 +118,23 @@ def _open_local(path: Path, field: str) -> Corpus:
     import datasets
 
     files = _local_files(path)
-    names = [str(file) for file in files]
+    names, kind = [str(file) for file in files], _kind(files[0])
     datasets.disable_progress_bars()
+    # What cannot be parsed is told once, by the error below.
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
     try:
-        if ".txt" in files[0].name:
+        if kind == ".txt":
             data = datasets.load_dataset("text", data_files=names, split="train", sample_by="document")
         else:
             data = datasets.load_dataset("json", data_files=names, split="train")
     except Exception as error:
         # datasets wraps every parse error in classes of its own that share no useful base.
         cause = error.__cause__ or error
+        if isinstance(cause, StopIteration):
+            raise CorpusError(f"corpus {path} holds no document.") from error
         first_line = (str(cause).strip() or type(cause).__name__).splitlines()[0]
-        raise CorpusError(f"corpus {path} could not be read as {files[0].suffixes[0]}: {first_line}") from error
-    if len(data) == 0:
+        raise CorpusError(f"corpus {path} could not be read as {kind}: {first_line}") from error
+    if len(data) == 0 or (kind == ".txt" and not any(data["text"])):
         raise CorpusError(f"corpus {path} holds no document.")
     return Corpus(str(path), _hash_files(files), data, field)
 

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvbridge.errors import CalibrationError
+from kvbridge.pair import ModelPair
 
 VARIABLES = ("source.keys", "source.values", "target.keys", "target.values")
 MomentBlock = tuple[str, str]
@@ -68,8 +69,9 @@ class Moments:
         count = len(next(iter(rows.values())))
         if count == 0:
             return
-        mean = {name: rows[name].double().mean(dim=0) for name in self.mean}
-        centred = {name: rows[name].to(precision) - mean[name].to(precision) for name in self.mean}
+        exact = {name: rows[name].double() for name in self.mean}
+        mean = {name: value.mean(dim=0) for name, value in exact.items()}
+        centred = {name: (value - mean[name]).to(precision) for name, value in exact.items()}
         share = {name: (mean[name] - self.mean[name]) for name in self.mean}
         weight = self.rows * count / (self.rows + count)
         for name, delta in share.items():
@@ -148,6 +150,28 @@ class CalibrationMoments:
         both.merge(self.sets[split, "first"])
         return both
 
+    def require_pair(self, pair: ModelPair) -> None:
+        """Refuse moments of another pair.
+
+        Raises:
+            PairMismatchError: naming both fingerprints.
+        """
+        stored = self.info["identity"].items()
+        pair.require({key.removeprefix("pair."): value for key, value in stored}, "this calibration")
+
+    def require(self, blocks: Iterable[MomentBlock]) -> None:
+        """Refuse to go on without the cross moments that a mapper reads.
+
+        Raises:
+            CalibrationError: naming the first one that was not gathered.
+        """
+        gathered = self.sets["fit", "rest"].cross
+        for a, b in sorted(blocks):
+            if (a, b) not in gathered:
+                raise CalibrationError(
+                    f"these moments hold no products of {a} and {b}, which this mapper reads; calibrate with it."
+                )
+
     def merge(self, other: CalibrationMoments) -> None:
         """Add the moments of another shard of the same calibration."""
         for key, moments in self.sets.items():
@@ -180,10 +204,10 @@ class CalibrationMoments:
                 metadata = file.metadata() or {}
                 info, rows = json.loads(metadata["info"]), json.loads(metadata["rows"])
                 named = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            sets: dict[tuple[str, str], dict[str, Tensor]] = {}
+            for key, value in named.items():
+                split, part, rest = key.split("/", 2)
+                sets.setdefault((split, part), {})[rest] = value
+            return cls({at: Moments.from_tensors(rows["/".join(at)], tensors) for at, tensors in sets.items()}, info)
         except (SafetensorError, KeyError, ValueError) as error:
             raise CalibrationError(f"{path} is damaged or holds no moments ({error}); calibrate again.") from error
-        sets: dict[tuple[str, str], dict[str, Tensor]] = {}
-        for key, value in named.items():
-            split, part, rest = key.split("/", 2)
-            sets.setdefault((split, part), {})[rest] = value
-        return cls({at: Moments.from_tensors(rows["/".join(at)], tensors) for at, tensors in sets.items()}, info)

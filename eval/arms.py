@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -51,14 +50,14 @@ class Reading:
         following = self.model.extend(copied, tokens[:, :-1], self.position)
         return torch.cat((self.logits, following[0]))
 
-    def generate(self, count: int) -> tuple[Int[Tensor, "1 T"], Float[Tensor, "T V"]]:
-        """Greedy continuation of `count` tokens, and the logits that predicted each."""
+    def generate(self, count: int, vocabulary: int | None = None) -> tuple[Int[Tensor, "1 T"], Float[Tensor, "T V"]]:
+        """Greedy continuation of `count` tokens below `vocabulary`, and the logits that predicted each."""
         copied = compat.copy_cache(self.cache, self.model.model)
-        logits, tokens = [self.logits], [self.logits.argmax(dim=-1, keepdim=True)]
+        logits, tokens = [self.logits], [self.logits[:, :vocabulary].argmax(dim=-1, keepdim=True)]
         while len(tokens) < count:
             following = self.model.extend(copied, tokens[-1], self.position + len(tokens) - 1)[:, -1]
             logits.append(following)
-            tokens.append(following.argmax(dim=-1, keepdim=True))
+            tokens.append(following[:, :vocabulary].argmax(dim=-1, keepdim=True))
         return torch.cat(tokens, dim=1), torch.cat(logits)
 
 
@@ -91,10 +90,10 @@ Arm = Callable[[Context], Reading]
 def read_prompt(model: KVModel, prompt: Int[Tensor, "1 P"]) -> Reading:
     """A model's own reading of a prompt, timed."""
     prompt = prompt.to(model.device)
-    start = time.perf_counter()
-    cache, logits = model.prefill(prompt)
-    seconds = time.perf_counter() - start
-    return Reading(model, cache, logits[:, -1], prompt.shape[1], {"prefill": seconds})
+    seconds: dict[str, float] = {}
+    with timed(seconds, "prefill", model.device):
+        cache, logits = model.prefill(prompt)
+    return Reading(model, cache, logits[:, -1], prompt.shape[1], seconds)
 
 
 def strip_prompt(reading: Reading) -> ContentStates:

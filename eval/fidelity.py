@@ -77,11 +77,11 @@ class _Reference:
     rollout_logits: Float[Tensor, "R V"]
 
     @classmethod
-    def of(cls, native: Reading, document: Document, rollout: int, ends: set[int]) -> _Reference:
-        tokens, logits = native.generate(rollout)
+    def of(cls, native: Reading, document: Document, rollout: int, ends: set[int], vocabulary: int) -> _Reference:
+        tokens, logits = native.generate(rollout, vocabulary)
         length = rollout_length(tokens, ends)
         gold = document.gold.to(native.model.device)
-        return cls(gold, native.force(gold), tokens[:, :length], logits[:length])
+        return cls(gold, native.force(gold)[:, :vocabulary], tokens[:, :length], logits[:length, :vocabulary])
 
     def score(self, reading: Reading) -> dict[str, Any]:
         """Metrics of one arm on this document."""
@@ -198,19 +198,26 @@ def evaluate(
     """
     if len(documents) < 2:
         raise UsageError("eval.documents=1: the other-document arm needs at least two documents.")
+    lengths = sorted({document.prompt.shape[1] for document in documents})
+    if len(lengths) > 1:
+        raise UsageError(
+            f"prompts of {' and '.join(map(str, lengths))} tokens; all documents must be handed off at one length."
+        )
     store, ends = _PartialResults(partial, identity), _end_tokens(pair)
     records = store.load()
     partial.parent.mkdir(parents=True, exist_ok=True)
     bar = tqdm(total=len(documents), initial=len(records), unit="doc", desc="evaluate")
     with bar, torch.inference_mode():
         for context in _contexts(pair, documents, len(records)) if len(records) < len(documents) else ():
-            reference = _Reference.of(context.native, context.document, config.rollout, ends)
+            # Entries that only the longer of two padded vocabularies has are no tokens: every arm goes without them.
+            vocabulary = min(context.native.logits.shape[-1], context.source.logits.shape[-1])
+            reference = _Reference.of(context.native, context.document, config.rollout, ends, vocabulary)
             readings = {"native": context.native} | {name: arm(context) for name, arm in arms.items()}
             record: dict[str, Any] = {"id": context.document.name}
             record |= {name: reference.score(reading) for name, reading in readings.items()}
             record["seconds"] = _seconds(context, readings)
             if len(records) < config.samples:
-                record["sample"] = _sample(pair, context, readings, reference, config.rollout)
+                record["sample"] = _sample(pair, context, readings, reference, config.rollout, vocabulary)
             store.append(record)
             records.append(record)
             bar.update(1)
@@ -218,7 +225,12 @@ def evaluate(
 
 
 def _sample(
-    pair: ModelPair, context: Context, readings: dict[str, Reading], reference: _Reference, length: int
+    pair: ModelPair,
+    context: Context,
+    readings: dict[str, Reading],
+    reference: _Reference,
+    length: int,
+    vocabulary: int,
 ) -> dict[str, Any]:
     """End of the prompt, gold text, and each arm's greedy continuation."""
 
@@ -226,7 +238,7 @@ def _sample(
         return str(pair.tokenizer.decode(tokens[0].tolist()))
 
     continuations = {
-        name: text(reference.rollout if name == "native" else reading.generate(length)[0])
+        name: text(reference.rollout if name == "native" else reading.generate(length, vocabulary)[0])
         for name, reading in readings.items()
     }
     return {

@@ -7,13 +7,14 @@ place of values must each fail it clearly.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from kvbridge.assembly import assemble
+from kvbridge.errors import UsageError
 from kvbridge.eval.arms import read_prompt
 from kvbridge.metrics import fidelity
 from kvbridge.model import KVModel
@@ -26,19 +27,20 @@ POWER = 100
 CONTINUATION = 32
 
 
-def _shifted(states: ContentStates) -> ContentStates:
-    return ContentStates(states.keys.roll(1, dims=-2), states.values, states.positions)
+def _shifted(model: KVModel, states: ContentStates) -> ContentStates:
+    rotated = model.rotary.apply(states.keys, states.positions + 1)
+    return replace(states, keys=model.rotary.strip(rotated, states.positions))
 
 
-def _heads_swapped(states: ContentStates) -> ContentStates:
-    return ContentStates(states.keys.flip(2), states.values.flip(2), states.positions)
+def _heads_swapped(_: KVModel, states: ContentStates) -> ContentStates:
+    return replace(states, keys=states.keys.flip(2), values=states.values.flip(2))
 
 
-def _kinds_swapped(states: ContentStates) -> ContentStates:
-    return ContentStates(states.values, states.keys, states.positions)
+def _kinds_swapped(_: KVModel, states: ContentStates) -> ContentStates:
+    return replace(states, keys=states.values, values=states.keys)
 
 
-CONTROLS: dict[str, Callable[[ContentStates], ContentStates]] = {
+CONTROLS: dict[str, Callable[[KVModel, ContentStates], ContentStates]] = {
     "shifted positions": _shifted,
     "swapped heads": _heads_swapped,
     "swapped keys and values": _kinds_swapped,
@@ -76,8 +78,15 @@ def identity_gate(model: KVModel, input_ids: Int[Tensor, "1 T"], plan: HandoffPl
         model: the model whose cache is stripped, re-rotated and injected.
         input_ids: a text; its last 32 tokens are the continuation that is compared.
         plan: what is computed natively; by default only the last prompt token.
+
+    Raises:
+        UsageError: the text is too short.
     """
     plan = plan or HandoffPlan(sinks=0, native_head=None, native_tail=1)
+    if input_ids.shape[1] < CONTINUATION + 2:
+        raise UsageError(
+            f"{input_ids.shape[1]} tokens; the gate compares the last {CONTINUATION} after a prompt of two or more."
+        )
     input_ids = input_ids.to(model.device)
     prompt, gold = input_ids[:, :-CONTINUATION], input_ids[:, -CONTINUATION:]
     native = read_prompt(model, prompt)
@@ -94,7 +103,7 @@ def identity_gate(model: KVModel, input_ids: Int[Tensor, "1 T"], plan: HandoffPl
         return fidelity(reference, logits, gold[0]).kl.mean().item()
 
     with torch.inference_mode():
-        controls = {name: kl(change(states)) for name, change in CONTROLS.items()}
+        controls = {name: kl(change(model, states)) for name, change in CONTROLS.items()}
         if model.geometry.kv_heads == 1:
             del controls["swapped heads"]
         return GateReport(kl(states), LIMITS[model.dtype], controls)

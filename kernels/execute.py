@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvbridge.bridge import Bridge
 from kvbridge.errors import CacheError
 from kvbridge.forms import Form
 from kvbridge.kernels.reference import input_slots, slot_affine
@@ -21,6 +22,11 @@ class FormMap:
 
     keys: Form
     values: Form
+
+    @classmethod
+    def of(cls, bridge: Bridge) -> FormMap:
+        """The map of a bridge."""
+        return cls(bridge.keys, bridge.values)
 
     def apply(self, states: ContentStates, layers: range) -> ContentStates:
         """Target content states of the target `layers`, at the positions of `states`.

@@ -154,10 +154,11 @@ def assemble(
     head_ids = input_ids if head_ids is None else head_ids
     if head_ids.shape != input_ids.shape:
         raise CacheError(f"head_ids have shape {tuple(head_ids.shape)}, the prompt {tuple(input_ids.shape)}.")
-    if split.carried == 0:
-        cache, logits = target.prefill(input_ids)
-        return Handoff(cache, logits[:, -1], split, split.prompt_length)
     seconds: dict[str, float] = {}
+    if split.carried == 0:
+        with timed(seconds, "forward", target.device):
+            cache, logits = target.prefill(input_ids)
+        return Handoff(cache, logits[:, -1], split, split.prompt_length, seconds)
     start, stop, length = split.carried_start, split.carried_stop, split.prompt_length
     sinks_and_tail = torch.cat((torch.arange(start), torch.arange(stop, length))).to(target.device)
     if carried is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -41,13 +42,16 @@ def fidelity(native: Float[Tensor, "T V"], arm: Float[Tensor, "T V_arm"], follow
     p = native[..., :shared].to(precision).log_softmax(dim=-1)
     q = arm[..., :shared].to(precision).log_softmax(dim=-1)
     return Fidelity(
-        kl=torch.nn.functional.kl_div(q, p, log_target=True, reduction="none").sum(dim=-1),
+        kl=(p.exp() * (p - q)).masked_fill(p == -torch.inf, 0.0).sum(dim=-1),
         top1=(p.argmax(dim=-1) == q.argmax(dim=-1)).float(),
         nll=-q.gather(-1, following[:, None])[:, 0],
         acceptance=torch.minimum(p, q).exp().sum(dim=-1),
     )
 
 
-def gap_recovered(nll_source: float, nll_arm: float, nll_native: float) -> float:
+Number = float | np.ndarray
+
+
+def gap_recovered(nll_source: Number, nll_arm: Number, nll_native: Number) -> Number:
     """Share of the source-to-target gap that an arm closes: 0 for the source, 1 for the target itself."""
     return (nll_source - nll_arm) / (nll_source - nll_native)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 from kvbridge.errors import PairMismatchError, UsageError
 from kvbridge.fingerprint import digest, fingerprint_tokenizer
 from kvbridge.model import KVModel
+from kvbridge.processes import process_state
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -79,8 +80,9 @@ class ModelPair:
 
 def _load_model(location: str, revision: str | None, dtype: torch.dtype, device: str, trust: bool) -> KVModel:
     arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa", "trust_remote_code": trust}
-    if device == "auto":
-        arguments["device_map"] = "auto"
+    if device != "cpu":
+        arguments["device_map"] = {"": device}
+    bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -91,15 +93,14 @@ def _load_model(location: str, revision: str | None, dtype: torch.dtype, device:
         first_line = str(error).strip().splitlines()[0]
         raise UsageError(f"no model could be loaded from {location!r}: {first_line}") from error
     finally:
-        transformers_logging.enable_progress_bar()
+        if bars:
+            transformers_logging.enable_progress_bar()
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise UsageError(
             f"the checkpoint {location!r} lacks {len(missing)} weights ({', '.join(missing[:3])}), "
             "which would be random; download or save it again."
         )
-    if device != "auto":
-        model = cast(Any, model).to(device)
     return KVModel.wrap(model, name=location, revision=getattr(model.config, "_commit_hash", None) or revision)
 
 
@@ -111,13 +112,17 @@ def _load_tokenizer(location: str, revision: str | None, trust: bool) -> PreTrai
         raise UsageError(f"no tokenizer could be loaded from {location!r}: {first_line}") from error
 
 
-def _check_device(device: str) -> None:
+def _resolve_device(device: str) -> str:
+    """The device of this process; `auto` is the one that accelerate gives it."""
+    if device == "auto":
+        return str(process_state().device)
     try:
-        torch.device("cpu" if device == "auto" else device)
+        torch.device(device)
     except RuntimeError as error:
         raise UsageError(f"pair.device={device}: expected cpu, cuda, cuda:N or auto.") from error
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise UsageError(f"pair.device={device}: no CUDA device is available here; use pair.device=cpu.")
+    return device
 
 
 def _check_location(role: str, location: str) -> None:
@@ -136,7 +141,7 @@ def load_pair(
     source_revision: str | None = None,
     target_revision: str | None = None,
     dtype: str = "bfloat16",
-    device: str = "cpu",
+    device: str = "auto",
     trust_remote_code: bool = False,
 ) -> ModelPair:
     """Load a pair from two folders or hub ids.
@@ -147,7 +152,7 @@ def load_pair(
         source_revision: hub revision of the source.
         target_revision: hub revision of the target.
         dtype: `float32`, `bfloat16` or `float16`.
-        device: a torch device, or `auto` to let accelerate place the layers.
+        device: a torch device, or `auto` for the one that accelerate gives this process.
         trust_remote_code: run code that comes with a checkpoint; off unless asked for.
 
     Raises:
@@ -157,7 +162,7 @@ def load_pair(
     """
     if dtype not in DTYPES:
         raise UsageError(f"pair.dtype={dtype}: expected one of {', '.join(DTYPES)}.")
-    _check_device(device)
+    device = _resolve_device(device)
     for role, location in (("source", source), ("target", target)):
         _check_location(role, location)
     source, target = (str(Path(at).expanduser()) if Path(at).expanduser().exists() else at for at in (source, target))

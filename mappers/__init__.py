@@ -1,5 +1,7 @@
 """Fitting methods. Each is one file with one frozen dataclass; exporting it here is all that registers it."""
 
+from typing import Any
+
 from kvbridge.mappers.base import FittedMap, Mapper
 from kvbridge.mappers.identity import Identity
 from kvbridge.mappers.ridge import Ridge
@@ -7,7 +9,7 @@ from kvbridge.mappers.ridge import Ridge
 __all__ = ["FittedMap", "Identity", "Mapper", "Ridge", "available"]
 
 
-def available() -> dict[str, type[Mapper]]:
+def available() -> dict[str, type[Any]]:
     """Every exported mapper by its configuration name."""
     exported = (globals()[name] for name in __all__ if name not in ("FittedMap", "Mapper", "available"))
     return {mapper.name: mapper for mapper in exported}

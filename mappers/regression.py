@@ -53,9 +53,12 @@ def ridge_solve(
 
 def explained_squares(gram: Float[Tensor, "p p"], cross: Float[Tensor, "p q"]) -> Float[Tensor, "q"]:
     """Sum of squares of each output that ordinary least squares on the inputs explains, whatever their rank."""
-    variances, directions = torch.linalg.eigh(gram)
+    spread = gram.diagonal().sqrt()
+    spread = torch.where(spread > 0, spread, torch.ones_like(spread))
+    # Equilibrated, so that neither the cut nor rounding depends on the inputs' units.
+    variances, directions = torch.linalg.eigh(gram / spread[:, None] / spread[None, :])
     kept = variances > RANK_CUTOFF * variances[-1].clamp_min(torch.finfo(torch.float64).tiny)
-    projected = directions[:, kept].T @ cross
+    projected = directions[:, kept].T @ (cross / spread[:, None])
     return (projected.square() / variances[kept, None]).sum(dim=0)
 
 

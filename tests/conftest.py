@@ -1,6 +1,7 @@
 """Offline, seeded, and on the installed package."""
 
 import os
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -9,6 +10,7 @@ os.environ.update(
     HF_DATASETS_OFFLINE="1",
     WANDB_MODE="disabled",
     TOKENIZERS_PARALLELISM="false",
+    HF_DATASETS_CACHE=tempfile.mkdtemp(prefix="kvbridge-datasets-"),
     # A Python that a test starts from the checkout must not import the checkout's folders.
     PYTHONSAFEPATH="1",
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 USAGE = """\
 usage: kvbridge COMMAND [OVERRIDE …]
@@ -13,10 +13,11 @@ usage: kvbridge COMMAND [OVERRIDE …]
 Carry a small model's KV cache into a larger one through learned maps.
 
 commands
-  run         calibrate, fit and evaluate; writes OUT/results.json and OUT/bridge
+  run         calibrate, fit and evaluate; writes OUT/bridge, OUT/results.json and a report
   calibrate   stream text through both models into OUT/calibration
   fit         fit a map on finished moments; writes OUT/bridge
-  eval        score a finished bridge; writes OUT/results.json
+  eval        score a finished bridge; writes OUT/results.json and a report
+  report      make report.html and report.md of a finished run: kvbridge report DIR
   inspect     print what a bridge is made of
   doctor      check that a pair is supported and that a hand-off is exact
 
@@ -27,6 +28,8 @@ Every setting is a Hydra override, such as mapper.k=8 or plan.native_tail=16; `k
 """
 
 COMMANDS = ("run", "calibrate", "fit", "eval", "inspect", "doctor")
+# Commands that take folders instead of overrides.
+FOLDER_COMMANDS = ("report",)
 
 
 def _task(command: str, failures: list[str]) -> Callable[[Any], None]:
@@ -73,6 +76,23 @@ def _hydra(command: str, overrides: list[str]) -> None:
         _fail("\nkvbridge: error: ".join(failures))
 
 
+def _report(folders: list[str]) -> None:
+    """Write the reports of finished runs."""
+    from pathlib import Path
+
+    from kvbridge.errors import KVBridgeError
+    from kvbridge.eval.report import write_report
+
+    if not folders or folders[0].startswith("-"):
+        _fail("kvbridge report takes the out= folders of finished runs: kvbridge report DIR …")
+    for folder in folders:
+        try:
+            page, _ = write_report(Path(folder).expanduser())
+        except KVBridgeError as error:
+            _fail(str(error))
+        print(page)
+
+
 def main() -> None:
     """Entry point: exit code 0 on success, 2 for bad usage with one sentence on stderr."""
     command, *overrides = sys.argv[1:] or ["--help"]
@@ -84,19 +104,25 @@ def main() -> None:
 
         print(f"kvbridge {version('kvbridge')}")
         return
+    if command in FOLDER_COMMANDS:
+        _report(overrides)
+        return
     if command not in COMMANDS:
-        _fail(f"{command!r} is no command; expected one of {', '.join(COMMANDS)}.")
+        _fail(f"{command!r} is no command; expected one of {', '.join((*COMMANDS, *FOLDER_COMMANDS))}.")
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
     try:
         _hydra(command, overrides)
+    except BrokenPipeError:
+        # The reader of our output has gone; the interpreter must not complain about it once more on exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (HydraException, OmegaConfBaseException, OSError) as error:
         if isinstance(error, OSError) and not isinstance(error, HydraException):
             _fail(f"{error.filename or 'a file'}: {error.strerror or error}")
         _fail(_one_line(error))
 
 
-def _fail(sentence: str) -> None:
+def _fail(sentence: str) -> NoReturn:
     print(f"kvbridge: error: {sentence}", file=sys.stderr)
     raise SystemExit(2)

@@ -61,12 +61,8 @@ def _calibrate(settings: Settings, pair: ModelPair) -> Any:
 
     if settings.moments is not None:
         moments = CalibrationMoments.load(settings.moments / "moments.safetensors")
-        stored = {
-            key.removeprefix("pair."): value
-            for key, value in moments.info["identity"].items()
-            if key.startswith("pair.") and key != "pair.dtype"
-        }
-        pair.require(stored, f"{settings.moments}")
+        moments.require_pair(pair)
+        moments.require(settings.mapper.blocks())
         return moments
     return calibrate(pair, settings.calibration, settings.mapper.blocks(), settings.calibration_folder)
 
@@ -110,12 +106,13 @@ def _evaluate(
 ) -> dict[str, Any]:
     from kvbridge.eval import build_results, evaluate, write_results
     from kvbridge.eval.arms import standard_arms
+    from kvbridge.eval.report import write_report
     from kvbridge.eval.results import describe_run
     from kvbridge.kernels import FormMap
 
     settings.plan.mapped_layers(pair.target.geometry.layers)
     documents, corpus = _documents(settings, pair)
-    mapping = FormMap(bridge.keys, bridge.values)
+    mapping = FormMap.of(bridge)
     identity = {
         "pair": pair.identity(),
         "bridge": bridge.fingerprint(),
@@ -137,6 +134,8 @@ def _evaluate(
     write_results(settings.out / "results.json", results)
     partial.unlink(missing_ok=True)
     _print_arms(results)
+    page, _ = write_report(settings.out)
+    print(f"report: {page}")
     return results
 
 
@@ -154,7 +153,7 @@ def _print_arms(results: dict[str, Any]) -> None:
             value = metrics.get(metric, {}).get("mean")
             cells.append("—" if value is None else f"{value:.1%}" if metric == "gap_recovered" else f"{value:.4f}")
         table.add_row(name.replace("_", " "), *cells)
-    console = Console()
+    console = Console(width=100)
     console.print(table)
     share = results["cost"]["target_prefill_flops_share"]
     console.print(

@@ -23,7 +23,7 @@ class PairConfig:
         source_revision: hub revision of the source.
         target_revision: hub revision of the target.
         dtype: `float32`, `bfloat16` or `float16`.
-        device: a torch device, or `auto` to let accelerate place the layers.
+        device: a torch device, or `auto` for the one that accelerate gives this process.
         trust_remote_code: run code that comes with a checkpoint.
     """
 
@@ -32,7 +32,7 @@ class PairConfig:
     source_revision: str | None = None
     target_revision: str | None = None
     dtype: str = "bfloat16"
-    device: str = "cpu"
+    device: str = "auto"
     trust_remote_code: bool = False
 
     def load(self) -> ModelPair:

@@ -1,0 +1,154 @@
+"""One self-contained HTML page and its Markdown twin, from `results.json` alone."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from kvbridge.errors import UsageError
+from kvbridge.eval import figures
+from kvbridge.eval.results import SCHEMA
+from kvbridge.eval.verdict import percent, seconds, verdict
+
+COLUMNS = {
+    "gap_recovered": "gap recovered",
+    "kl": "KL",
+    "kl_first": "KL, first token",
+    "top1": "top-1 agreement",
+    "rollout_kl": "rollout KL",
+    "nll": "NLL",
+    "acceptance": "acceptance",
+}
+
+
+def load_results(folder: Path) -> dict[str, Any]:
+    """Read `results.json` of a finished run.
+
+    Raises:
+        UsageError: there is none, it is damaged, or its schema is another one.
+    """
+    path = folder / "results.json"
+    if not path.is_file():
+        raise UsageError(
+            f"{folder} holds no results.json; give the out= folder of a finished `kvbridge run` or `eval`."
+        )
+    try:
+        results = json.loads(path.read_text())
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UsageError(f"{path} is damaged ({error}); evaluate again.") from error
+    if not isinstance(results, dict) or results.get("schema") != SCHEMA:
+        found = results.get("schema") if isinstance(results, dict) else None
+        raise UsageError(f"{path} has schema {found}, expected {SCHEMA}; evaluate again with this kvbridge.")
+    return results
+
+
+def _cell(metric: str, value: dict[str, Any]) -> tuple[str, str]:
+    """Mean and 95 % interval of one metric, as text."""
+    if value["mean"] is None:
+        return "—", ""
+    if metric in ("gap_recovered", "top1", "acceptance"):
+        digits = 0 if metric == "gap_recovered" else 1
+        low, high = (percent(end, digits) for end in value["ci95"])
+        return percent(value["mean"], digits), f"{low} … {high}"
+    # Adding zero turns a rounded −0 into 0.
+    mean, low, high = (round(number, 3) + 0.0 for number in (value["mean"], *value["ci95"]))
+    return f"{mean:.3f}", f"{low:.3f} … {high:.3f}"
+
+
+def arms_table(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of the arms table, the map under test first after the reference."""
+    order = [arm for arm in figures.ARM_NAMES if arm in results["arms"]]
+    return [
+        {
+            "arm": arm,
+            "name": figures.ARM_NAMES[arm],
+            "cells": [_cell(metric, results["arms"][arm].get(metric, {"mean": None})) for metric in COLUMNS],
+        }
+        for arm in order
+    ]
+
+
+def cost_table(results: dict[str, Any]) -> list[tuple[str, str]]:
+    """Names and values of the cost section."""
+    cost = results["cost"]
+
+    def megabytes(name: str) -> str:
+        return f"{cost[name] / 1e6:.1f} MB" if cost.get(name) else "—"
+
+    calibration = cost.get("calibration_seconds")
+    return [
+        ("share of the target's prefill FLOPs", percent(cost["target_prefill_flops_share"], 1)),
+        ("native time to first token", seconds(cost["native_ttft_s"])),
+        ("warm time to first token (source cache exists)", seconds(cost["warm_ttft_s"])),
+        ("cold time to first token (source prefill counted)", seconds(cost["cold_ttft_s"])),
+        ("mapping", f"{cost['mapping_tokens_per_s']:.0f} tokens/s" if cost["mapping_tokens_per_s"] else "—"),
+        ("bridge on disk", megabytes("artifact_bytes")),
+        ("peak memory of the evaluation", megabytes("peak_memory_bytes")),
+        ("calibration", f"{calibration / 60:.1f} min" if calibration else "—"),
+    ]
+
+
+def reproduce(results: dict[str, Any]) -> str:
+    """The command that repeats the run, with every setting that is not a default path."""
+    settings = results["run"]["settings"]
+    words = ["kvbridge run"]
+    for group in ("pair", "mapper", "plan", "calibration", "eval"):
+        for name, value in settings[group].items():
+            if name == "name":
+                words.append(f"{group}={value}")
+            elif value is not None and value != "":
+                words.append(f"{group}.{name}={value}")
+            elif (group, name) == ("plan", "native_head"):
+                words.append("plan.native_head=null")
+    return " \\\n  ".join([*words, "out=DIR"])
+
+
+def _context(results: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "results": results,
+        "findings": verdict(results),
+        "columns": list(COLUMNS.values()),
+        "arms": arms_table(results),
+        "arm_names": figures.ARM_NAMES,
+        "cost": cost_table(results),
+        "command": reproduce(results),
+        "figures": {
+            "kl": figures.kl_by_position(results),
+            "documents": figures.kl_by_document(results),
+            "r2": figures.r2_heat_map(results),
+            "layers": figures.selected_layers(results),
+            "cost": figures.cost_bars(results),
+        },
+    }
+
+
+def write_report(folder: Path) -> tuple[Path, Path]:
+    """Write `report.html` and `report.md` into the folder of a finished run.
+
+    Returns:
+        Their paths.
+
+    Raises:
+        UsageError: the folder holds no readable results.
+    """
+    context = _context(load_results(folder))
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("kvbridge.eval"),
+        autoescape=jinja2.select_autoescape(["html.j2"]),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters["percent"] = percent
+    written = []
+    for name in ("report.html", "report.md"):
+        path = folder / name
+        partial = path.with_name(name + ".partial")
+        partial.write_text(environment.get_template(f"{name}.j2").render(context))
+        os.replace(partial, path)
+        written.append(path)
+    return written[0], written[1]

@@ -1,0 +1,132 @@
+"""What a run found, in plain words, from `results.json` alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvbridge.eval.statistics import mean_interval, resample
+
+RESAMPLES = 2000
+INJECTED_LIMITS = {"float32": 1e-6, "bfloat16": 5e-3, "float16": 5e-3}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One sentence of a verdict.
+
+    Attributes:
+        tone: `good`, `bad`, `plain` or `warning`.
+        text: the sentence.
+    """
+
+    tone: str
+    text: str
+
+
+def percent(share: float, digits: int = 0) -> str:
+    return f"{100 * share:.{digits}f} %"
+
+
+def seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 0.1 else f"{1000 * value:.1f} ms"
+
+
+def kl_difference(results: dict[str, Any], arm: str, other: str) -> dict[str, Any]:
+    """Paired difference of KL per document, arm minus other, with its 95 % interval."""
+    differences = [document[arm]["kl"] - document[other]["kl"] for document in results["documents"]]
+    return mean_interval(differences, resample(len(differences), RESAMPLES, results["run"]["seeds"]["eval"]))
+
+
+def _headline(results: dict[str, Any]) -> Finding:
+    gap = results["arms"]["mapped"]["gap_recovered"]
+    share = percent(results["cost"]["target_prefill_flops_share"], 1)
+    if gap["mean"] is None:
+        return Finding(
+            "warning",
+            f"How much of the gap is recovered cannot be said: {gap['reason']}. The hand-off costs {share} of the "
+            "large model's prefill.",
+        )
+    low, high = (percent(end) for end in gap["ci95"])
+    if gap["ci95"][1] < 0:
+        return Finding(
+            "bad",
+            f"The mapped cache is worse than the small model alone: it recovers {percent(gap['mean'])} of the gap "
+            f"between the small and the large model (95 % interval {low} to {high}), at {share} of the large model's "
+            "prefill.",
+        )
+    tone = "good" if gap["ci95"][0] > 0 else "plain"
+    return Finding(
+        tone,
+        f"The mapped cache recovers {percent(gap['mean'])} of the gap between the small and the large model "
+        f"(95 % interval {low} to {high}), at {share} of the large model's prefill.",
+    )
+
+
+def _against(results: dict[str, Any], arm: str, name: str) -> Finding:
+    """Mapped against one alternative, by paired KL."""
+    mapped, other = (results["arms"][which]["kl"]["mean"] for which in ("mapped", arm))
+    difference = kl_difference(results, "mapped", arm)
+    figures = f"KL {mapped:.3f} against {other:.3f}"
+    if difference["ci95"][1] < 0:
+        return Finding("good", f"It is closer to the large model than {name} ({figures}).")
+    if difference["ci95"][0] > 0:
+        return Finding("bad", f"It is further from the large model than {name} ({figures}).")
+    return Finding("plain", f"It cannot be told apart from {name} on these documents ({figures}).")
+
+
+def _content(results: dict[str, Any]) -> Finding:
+    mapped, other = (results["arms"][which]["kl"]["mean"] for which in ("mapped", "other_document"))
+    if kl_difference(results, "other_document", "mapped")["ci95"][0] > 0:
+        return Finding(
+            "plain",
+            f"What is carried matters: the same hand-off with another document's cache has KL {other:.3f} "
+            f"instead of {mapped:.3f}.",
+        )
+    return Finding(
+        "warning",
+        f"Another document's cache does as well (KL {other:.3f} against {mapped:.3f}): "
+        "this map does not carry what the text said.",
+    )
+
+
+def _gate(results: dict[str, Any]) -> Finding | None:
+    kl = results["arms"]["injected"]["kl"]["mean"]
+    limit = INJECTED_LIMITS[results["run"]["dtype"]]
+    if kl < limit:
+        return None
+    return Finding(
+        "warning",
+        f"The large model's own cache, taken apart and put back, already differs (KL {kl:.4f}, "
+        f"expected below {limit:g}): do not trust the other figures.",
+    )
+
+
+def _speed(results: dict[str, Any]) -> Finding:
+    cost = results["cost"]
+    native = cost["native_ttft_s"]
+    return Finding(
+        "plain" if cost["warm_ttft_s"] < native else "bad",
+        f"The first token comes after {seconds(cost['warm_ttft_s'])} once the small model has read the prompt, after "
+        f"{seconds(cost['cold_ttft_s'])} with its reading counted, and after {seconds(native)} if the large model "
+        f"reads the {cost['prompt_tokens']} tokens itself: {_ratio(native / cost['warm_ttft_s'])} and "
+        f"{_ratio(native / cost['cold_ttft_s'])} ({results['run']['device_name']}, {results['run']['dtype']}).",
+    )
+
+
+def _ratio(speedup: float) -> str:
+    return f"{speedup:.1f} times as fast" if speedup >= 1 else f"{1 / speedup:.1f} times as slow"
+
+
+def verdict(results: dict[str, Any]) -> list[Finding]:
+    """The findings of a run, the most important first."""
+    tail = results["cost"]["equal_cost_tail"]
+    findings = [
+        _headline(results),
+        _against(results, "source", "the small model alone"),
+        _against(results, "tail_only", f"reading the last {tail} tokens alone, which costs the same"),
+        _content(results),
+        _speed(results),
+    ]
+    gate = _gate(results)
+    return [gate, *findings] if gate else findings

@@ -1,0 +1,439 @@
+"""Collection: right against numpy, the same however it is cut, resumed after a kill, refused under other settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kvbridge.calibration import (
+    CalibrationConfig,
+    CalibrationMoments,
+    MomentBlock,
+    Moments,
+    calibrate,
+    open_corpus,
+)
+from kvbridge.calibration.blocks import draw_blocks
+from kvbridge.calibration.moments import VARIABLES
+from kvbridge.errors import CalibrationError, CorpusError, UsageError
+from kvbridge.model import KVModel
+from kvbridge.pair import ModelPair
+from tiny_models import tiny_model
+from tiny_pair import byte_tokenizer, tiny_pair, write_corpus
+
+BLOCKS: frozenset[MomentBlock] = frozenset(
+    {("source.keys", "source.values"), ("source.keys", "target.keys"), ("source.values", "target.values")}
+)
+BLOCK, FIT, HELD_OUT = 16, 12, 3
+CALLS_PER_BATCH = 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_dataset_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("datasets")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus.jsonl", documents=40, words=10)
+
+
+@pytest.fixture(scope="module")
+def pair() -> ModelPair:
+    """In fp64, so that the size of a batch leaves no rounding of its own in the states."""
+    return tiny_pair(dtype=torch.float64)
+
+
+def settings_of(path: Path, **changed: Any) -> CalibrationConfig:
+    usual: dict[str, Any] = {
+        "corpus": str(path),
+        "tokens": FIT * BLOCK,
+        "block": BLOCK,
+        "held_out": HELD_OUT / FIT,
+        "precision": "float64",
+        "checkpoint_seconds": 0.0,
+    }
+    return CalibrationConfig(**(usual | changed))
+
+
+@pytest.fixture(scope="module")
+def usual(pair: ModelPair, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> CalibrationMoments:
+    """One process, one block per batch, never interrupted."""
+    collected = calibrate(pair, settings_of(corpus), BLOCKS, tmp_path_factory.mktemp("usual"))
+    assert collected is not None
+    return collected
+
+
+def differences(found: CalibrationMoments, expected: CalibrationMoments) -> float:
+    """Largest difference of any entry, relative to the spread of its coordinates."""
+    worst = 0.0
+    assert found.sets.keys() == expected.sets.keys()
+    for at, moments in expected.sets.items():
+        given, spread = found.sets[at], {name: square.sqrt() for name, square in moments.square.items()}
+        assert given.rows == moments.rows
+        assert given.cross.keys() == moments.cross.keys()
+        for name, mean in moments.mean.items():
+            worst = max(worst, float(((given.mean[name] - mean).abs() / spread[name]).max()))
+            worst = max(worst, float((given.square[name] / moments.square[name] - 1).abs().max()))
+        for (a, b), product in moments.cross.items():
+            worst = max(worst, float(((given.cross[a, b] - product).abs() / torch.outer(spread[a], spread[b])).max()))
+    return worst
+
+
+def assert_same_bits(found: CalibrationMoments, expected: CalibrationMoments) -> None:
+    for at, moments in expected.sets.items():
+        assert found.sets[at].rows == moments.rows
+        for name, value in moments.tensors().items():
+            assert torch.equal(found.sets[at].tensors()[name], value), (at, name)
+
+
+def rows_of(model: KVModel, tokens: Tensor) -> dict[str, np.ndarray]:
+    """Per kind, one row per token: layers outermost, then heads, then head coordinates."""
+    states = model.content(model.read(tokens[None]))
+    layers, heads = model.geometry.layers, model.geometry.kv_heads
+    return {
+        kind: np.concatenate(
+            [
+                getattr(states, kind)[layer, 0, head].double().numpy()
+                for layer in range(layers)
+                for head in range(heads)
+            ],
+            axis=1,
+        )
+        for kind in ("keys", "values")
+    }
+
+
+def test_moments_are_those_of_both_models_states(pair: ModelPair, corpus: Path, usual: CalibrationMoments) -> None:
+    drawn = draw_blocks(
+        open_corpus(str(corpus)), pair.tokenizer, tokens=FIT * BLOCK, block=BLOCK, held_out=HELD_OUT / FIT, seed=0
+    )
+    positions = {"first": slice(0, 4), "rest": slice(4, BLOCK)}
+    for (split, name), (part, span) in itertools.product(enumerate(("fit", "held_out")), positions.items()):
+        numbers = [at for at in range(len(drawn)) if drawn.split[at] == split]
+        read = {
+            f"{role}.{kind}": np.concatenate([rows_of(model, tokens)[kind][span] for tokens in drawn.batch(numbers)])
+            for role, model in (("source", pair.source), ("target", pair.target))
+            for kind in ("keys", "values")
+        }
+        found = usual.sets[name, part]
+        assert found.rows == len(numbers) * (span.stop - span.start) == len(read["source.keys"])
+        centred = {variable: rows - rows.mean(axis=0) for variable, rows in read.items()}
+        for variable, rows in read.items():
+            np.testing.assert_allclose(found.mean[variable], rows.mean(axis=0), rtol=1e-10, atol=1e-12)
+            np.testing.assert_allclose(found.square[variable], (centred[variable] ** 2).sum(axis=0), rtol=1e-10)
+        for a, b in BLOCKS:
+            np.testing.assert_allclose(found.cross[a, b], centred[a].T @ centred[b], rtol=1e-9, atol=1e-10)
+
+
+def test_rows_are_counted_by_split_and_part(usual: CalibrationMoments) -> None:
+    assert {at: moments.rows for at, moments in usual.sets.items()} == {
+        ("fit", "first"): FIT * 4,
+        ("fit", "rest"): FIT * (BLOCK - 4),
+        ("held_out", "first"): HELD_OUT * 4,
+        ("held_out", "rest"): HELD_OUT * (BLOCK - 4),
+    }
+    assert usual.info["documents"] == FIT + HELD_OUT
+
+
+@pytest.mark.parametrize("blocks", [frozenset(), frozenset({("source.values", "target.keys")}), BLOCKS], ids=len)
+def test_only_the_wanted_products_are_gathered(
+    pair: ModelPair, corpus: Path, tmp_path: Path, blocks: frozenset[MomentBlock]
+) -> None:
+    collected = calibrate(pair, settings_of(corpus, tokens=2 * BLOCK), blocks, tmp_path)
+    assert collected is not None
+    for moments in collected.sets.values():
+        assert moments.cross.keys() == blocks
+        assert moments.mean.keys() == moments.square.keys() == set(VARIABLES)
+
+
+@pytest.mark.parametrize("batch", [2, 5, 100])
+def test_the_size_of_a_batch_changes_nothing(
+    pair: ModelPair, corpus: Path, tmp_path: Path, usual: CalibrationMoments, batch: int
+) -> None:
+    collected = calibrate(pair, settings_of(corpus, batch=batch), BLOCKS, tmp_path)
+    assert collected is not None
+    assert differences(collected, usual) < 1e-10
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)], ids=str)
+def test_shards_in_any_order_merge_into_the_same(
+    pair: ModelPair, corpus: Path, tmp_path: Path, usual: CalibrationMoments, order: tuple[int, ...]
+) -> None:
+    for shard in order:
+        assert calibrate(pair, settings_of(corpus, shard=f"{shard}/3"), BLOCKS, tmp_path) is None
+    assert len(list(tmp_path.iterdir())) == 3
+    merged = calibrate(pair, settings_of(corpus), BLOCKS, tmp_path)
+    assert merged is not None
+    assert differences(merged, usual) < 1e-10
+    assert merged.info["identity"] == usual.info["identity"]
+    assert [file.name for file in tmp_path.iterdir()] == ["moments.safetensors"]
+    assert_same_bits(CalibrationMoments.load(tmp_path / "moments.safetensors"), merged)
+
+
+def test_a_shard_alone_is_not_merged(pair: ModelPair, corpus: Path, tmp_path: Path, usual: CalibrationMoments) -> None:
+    calibrate(pair, settings_of(corpus, shard="1/3"), BLOCKS, tmp_path)
+    whole = calibrate(pair, settings_of(corpus), BLOCKS, tmp_path)
+    assert whole is not None
+    assert_same_bits(whole, usual)
+
+
+@pytest.mark.parametrize("shard", ["2/2", "1", "-1/2", "a/b", "1/2/3", ""])
+def test_refuses_a_shard_that_is_none(pair: ModelPair, corpus: Path, tmp_path: Path, shard: str) -> None:
+    with pytest.raises(UsageError, match=rf"^calibration\.shard={shard}: expected i/n with 0 ≤ i < n, such as 0/2\.$"):
+        calibrate(pair, settings_of(corpus, shard=shard), BLOCKS, tmp_path)
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
+    """Let `Moments.add` end the run in its call number `calls`, counted from 1."""
+    add, count = Moments.add, itertools.count(1)
+
+    def counted(self: Moments, *args: Any) -> None:
+        if next(count) == calls:
+            raise KeyboardInterrupt
+        add(self, *args)
+
+    monkeypatch.setattr(Moments, "add", counted)
+
+
+def interrupted(pair: ModelPair, config: CalibrationConfig, out: Path, calls: int) -> None:
+    """A run that ended in its call number `calls` of `Moments.add`, of which there are two per batch."""
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt(patch, calls)
+        with pytest.raises(KeyboardInterrupt):
+            calibrate(pair, config, BLOCKS, out)
+
+
+@pytest.mark.parametrize("batch", [1, 5], ids="batch{}".format)
+@pytest.mark.parametrize("part", [0, 1], ids=["between-batches", "within-a-batch"])
+def test_an_interrupted_run_ends_with_the_same_bits(
+    pair: ModelPair, corpus: Path, tmp_path: Path, usual: CalibrationMoments, batch: int, part: int
+) -> None:
+    config = settings_of(corpus, batch=batch)
+    rows = []
+    for _ in range(2):
+        interrupted(pair, config, tmp_path, CALLS_PER_BATCH + part + 1)
+        stored = CalibrationMoments.load(tmp_path / "moments.safetensors.progress")
+        rows.append(stored.sets["fit", "rest"].rows)
+    assert rows[0] < rows[1], "the second run went on from the first"
+    resumed = calibrate(pair, config, BLOCKS, tmp_path)
+    assert resumed is not None
+    straight = usual if batch == 1 else calibrate(pair, config, BLOCKS, tmp_path / "straight")
+    assert straight is not None
+    assert_same_bits(resumed, straight)
+    assert not (tmp_path / "moments.safetensors.progress").exists()
+
+
+KILLED = """
+import itertools, json, os, signal, sys
+from pathlib import Path
+import torch
+sys.path.insert(0, sys.argv[1])
+from kvbridge.calibration import CalibrationConfig, Moments, calibrate
+from tiny_pair import tiny_pair
+
+config, blocks, out, calls = CalibrationConfig(**json.loads(sys.argv[2])), json.loads(sys.argv[3]), *sys.argv[4:]
+add, count = Moments.add, itertools.count(1)
+
+def killed(self, *args):
+    add(self, *args)
+    if next(count) == int(calls):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Moments.add = killed
+if calibrate(tiny_pair(torch.float64), config, frozenset(map(tuple, blocks)), Path(out)) is None:
+    print("contributed")
+"""
+
+
+def launch(prefix: list[str], config: CalibrationConfig, out: Path, calls: int = 0) -> subprocess.CompletedProcess[str]:
+    """Calibrate in processes of their own; a process kills itself in its call number `calls` of `Moments.add`."""
+    script = out.parent / "killed.py"
+    script.write_text(KILLED)
+    arguments = [
+        str(Path(__file__).parent),
+        json.dumps(dataclasses.asdict(config)),
+        json.dumps(sorted(BLOCKS)),
+        str(out),
+    ]
+    environment = os.environ | {"HF_DATASETS_CACHE": str(datasets.config.HF_DATASETS_CACHE), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *prefix, str(script), *arguments, str(calls)],
+        env=environment, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.timeout(300)  # imports torch anew, in processes of its own
+def test_a_killed_process_ends_with_the_same_bits(
+    pair: ModelPair, corpus: Path, tmp_path: Path, usual: CalibrationMoments
+) -> None:
+    done = launch([], settings_of(corpus), tmp_path / "out", calls=2 * (FIT // 2) + 1)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["moments.safetensors.progress"]
+    stored = CalibrationMoments.load(tmp_path / "out" / "moments.safetensors.progress")
+    assert stored.sets["fit", "rest"].rows == FIT // 2 * (BLOCK - 4)
+    resumed = calibrate(pair, settings_of(corpus), BLOCKS, tmp_path / "out")
+    assert resumed is not None
+    assert_same_bits(resumed, usual)
+
+
+@pytest.mark.timeout(300)  # imports torch anew, in processes of its own
+def test_two_processes_give_the_same(corpus: Path, tmp_path: Path, usual: CalibrationMoments) -> None:
+    """By torchrun: on a CPU `accelerate launch` starts several processes only through mpirun."""
+    prefix = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = launch(prefix, settings_of(corpus), tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("contributed") == 1
+    merged = CalibrationMoments.load(tmp_path / "out" / "moments.safetensors")
+    assert differences(merged, usual) < 1e-10
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["moments.safetensors"]
+
+
+def test_the_time_of_a_run_counts_what_came_before_an_interruption(
+    pair: ModelPair, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = itertools.count()
+    monkeypatch.setattr("kvbridge.calibration.collect.time.monotonic", lambda: float(next(ticks)))
+    interrupted(pair, settings_of(corpus), tmp_path, CALLS_PER_BATCH * FIT + 1)
+    before = next(ticks)
+    resumed = calibrate(pair, settings_of(corpus), BLOCKS, tmp_path)
+    assert resumed is not None
+    assert resumed.info["seconds"] > next(ticks) - before
+
+
+def changed_pair(pair: ModelPair, role: str) -> ModelPair:
+    """The same shapes, other weights."""
+    shapes: dict[str, Any] = {} if role == "source" else {"layers": 4, "kv_heads": 4, "head_dim": 32}
+    architecture = getattr(pair, role).geometry.model_type
+    other = tiny_model(architecture, seed=9, dtype=torch.float64, vocab_size=len(byte_tokenizer()), **shapes)
+    return dataclasses.replace(pair, **{role: KVModel.wrap(other)})
+
+
+CHANGES: dict[str, tuple[dict[str, Any], str]] = {
+    "seed": ({"seed": 1}, r"calibration\.seed = 0 and cannot be resumed with 1;"),
+    "block": ({"block": 20}, r"calibration\.block = 16 and cannot be resumed with 20;"),
+    "tokens": ({"tokens": 2 * BLOCK}, r"calibration\.tokens = 192 and cannot be resumed with 32;"),
+    "held_out": ({"held_out": 0.5}, r"calibration\.held_out = 0\.25 and cannot be resumed with 0\.5;"),
+    "precision": ({"precision": "float32"}, r"calibration\.precision = float64 and cannot be resumed with float32;"),
+    "corpus": ({"corpus": "other"}, r"calibration\.corpus = \w{16} and cannot be resumed with \w{16};"),
+    "source": ({}, r"pair\.source = \w{16} and cannot be resumed with \w{16};"),
+    "target": ({}, r"pair\.target = \w{16} and cannot be resumed with \w{16};"),
+    "blocks": ({}, r"moment blocks = \[.*\] and cannot be resumed with \['source\.keys×source\.keys'\];"),
+}
+
+
+@pytest.fixture(scope="module", params=["progress", "finished"])
+def stored(
+    request: pytest.FixtureRequest, pair: ModelPair, corpus: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A folder with an interrupted, or a finished, calibration under the usual settings."""
+    out = tmp_path_factory.mktemp(request.param)
+    if request.param == "finished":
+        calibrate(pair, settings_of(corpus), BLOCKS, out)
+    else:
+        interrupted(pair, settings_of(corpus), out, 3 * CALLS_PER_BATCH)
+    return out
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_refuses_other_settings_and_says_which(
+    pair: ModelPair, corpus: Path, tmp_path: Path, stored: Path, change: str
+) -> None:
+    changed, sentence = CHANGES[change]
+    if change == "corpus":
+        changed = {"corpus": str(write_corpus(tmp_path / "other.jsonl", documents=40, words=10, seed=5))}
+    blocks = frozenset({("source.keys", "source.keys")}) if change == "blocks" else BLOCKS
+    other = changed_pair(pair, change) if change in ("source", "target") else pair
+    before = {file.name: file.read_bytes() for file in stored.iterdir()}
+    with pytest.raises(CalibrationError, match=rf"^{stored}/moments\.safetensors\S* was collected with {sentence}"):
+        calibrate(other, settings_of(corpus, **changed), blocks, stored)
+    assert {file.name: file.read_bytes() for file in stored.iterdir()} == before
+
+
+def test_finished_moments_are_reused_for_fewer_products(
+    pair: ModelPair, corpus: Path, tmp_path: Path, usual: CalibrationMoments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibrate(pair, settings_of(corpus), BLOCKS, tmp_path)
+    interrupt(monkeypatch, 1)
+    fewer = frozenset({("source.keys", "target.keys")})
+    reused = calibrate(pair, settings_of(corpus), fewer, tmp_path)
+    assert reused is not None
+    assert_same_bits(reused, usual)
+
+
+def test_refuses_to_merge_shards_of_other_settings(pair: ModelPair, corpus: Path, tmp_path: Path) -> None:
+    for shard in range(2):
+        calibrate(pair, settings_of(corpus, tokens=4 * BLOCK, seed=shard, shard=f"{shard}/2"), BLOCKS, tmp_path)
+    with pytest.raises(
+        CalibrationError, match=r"moments-00001-of-00002\.safetensors .* calibration\.seed = 1 .* with 0;"
+    ):
+        calibrate(pair, settings_of(corpus, tokens=4 * BLOCK), BLOCKS, tmp_path)
+
+
+def test_memory_does_not_grow_with_tokens(
+    pair: ModelPair, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors alive while the third and the last batch are added."""
+    add, held = Moments.add, []
+
+    def measured(self: Moments, *args: Any) -> None:
+        if len(held) in (2 * CALLS_PER_BATCH, CALLS_PER_BATCH * FIT - CALLS_PER_BATCH):
+            gc.collect()
+            alive = [one for one in gc.get_objects() if type(one) is Tensor]
+            held.append((len(alive), sum(one.untyped_storage().nbytes() for one in alive)))
+        else:
+            held.append(None)
+        add(self, *args)
+
+    monkeypatch.setattr(Moments, "add", measured)
+    calibrate(pair, settings_of(corpus, held_out=0.0), BLOCKS, tmp_path)
+    early, late = (entry for entry in held if entry is not None)
+    assert early == late
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"precision": "bfloat16"}, r"^calibration\.precision=bfloat16: expected one of float32, float64\.$"),
+        ({"batch": 0}, r"^calibration\.batch=0: expected 1 or more blocks per forward pass\.$"),
+    ],
+    ids=["precision", "batch"],
+)
+def test_refuses_impossible_settings(corpus: Path, changed: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        settings_of(corpus, **changed)
+
+
+def test_refuses_no_corpus_before_anything_is_written(pair: ModelPair, tmp_path: Path) -> None:
+    with pytest.raises(CorpusError, match=r"^calibration\.corpus is empty"):
+        calibrate(pair, CalibrationConfig(), BLOCKS, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_float32_products_stay_close(pair: ModelPair, corpus: Path, tmp_path: Path, usual: CalibrationMoments) -> None:
+    collected = calibrate(pair, settings_of(corpus, precision="float32"), BLOCKS, tmp_path)
+    assert collected is not None
+    assert 1e-10 < differences(collected, usual) < 1e-5
+
+
+def test_the_pair_is_of_unequal_shapes(pair: ModelPair) -> None:
+    """What the tests above rest on."""
+    source, target = pair.source.geometry, pair.target.geometry
+    assert all(getattr(source, name) != getattr(target, name) for name in ("layers", "kv_heads", "head_dim"))

@@ -1,0 +1,217 @@
+"""Verdicts in plain words, and pages made from results alone."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbridge.errors import UsageError
+from kvbridge.eval.fidelity import METRICS, EvalConfig
+from kvbridge.eval.report import write_report
+from kvbridge.eval.results import by_position, summarise_arms
+from kvbridge.eval.verdict import verdict
+
+# Mean KL and NLL that each arm is given; documents differ around them.
+ARMS = {
+    "native": (0.0, 1.0),
+    "injected": (0.0001, 1.0),
+    "mapped": (0.2, 1.1),
+    "source": (0.5, 1.4),
+    "tail_only": (0.6, 1.5),
+    "other_document": (0.9, 1.9),
+    "no_context": (1.2, 2.2),
+}
+
+
+def _document(number: int, arms: dict[str, tuple[float, float]]) -> dict[str, Any]:
+    wobble = 1 + 0.1 * (number % 3)
+    document: dict[str, Any] = {"id": f"d{number}"}
+    for arm, (kl, nll) in arms.items():
+        document[arm] = dict.fromkeys(METRICS, 0.5) | {
+            "kl": kl * wobble,
+            "nll": nll + 0.05 * number,
+            "kl_by_position": [kl * wobble] * 8,
+            "rollout_kl_by_position": [kl] * 4,
+        }
+    return document
+
+
+def _geometry(layers: int) -> dict[str, Any]:
+    return {"layers": layers, "kv_heads": 2, "head_dim": 16}
+
+
+def results(arms: dict[str, tuple[float, float]] = ARMS, documents: int = 9) -> dict[str, Any]:
+    """A complete `results.json` with figures of our choice."""
+    records = [_document(number, arms) for number in range(documents)]
+    config = EvalConfig(documents=documents)
+    sides = {role: {"name": role, "revision": None, "fingerprint": "f" * 16} for role in ("source", "target")}
+    return {
+        "schema": 1,
+        "run": {
+            "finished": "2026-01-02T03:04:05+00:00",
+            "versions": {"python": "3.11", "kvbridge": "0"},
+            "git": None,
+            "device": "cpu",
+            "device_name": "a CPU",
+            "threads": 2,
+            "dtype": "bfloat16",
+            "settings": {
+                "pair": {"source": "A", "target": "B"},
+                "mapper": {"name": "ridge", "k": 8},
+                "plan": {"sinks": 4, "native_head": None, "native_tail": 16},
+                "calibration": {"corpus": "text.jsonl", "seed": 0},
+                "eval": {"corpus": "dev.jsonl", "seed": 0},
+            },
+            "seeds": {"calibration": 0, "eval": 0},
+            "seconds": {},
+        },
+        "pair": {
+            "tokenizer": {"fingerprint": "t" * 16},
+            "source": sides["source"] | {"geometry": _geometry(3)},
+            "target": sides["target"] | {"geometry": _geometry(4)},
+        },
+        "mapper": {"name": "ridge", "k": 8},
+        "plan": {"sinks": 4, "native_head": None, "native_tail": 16},
+        "calibration": {"rows": 1000, "fingerprint": "c" * 16},
+        "arms": summarise_arms(records, config),
+        "documents": records,
+        "by_position": by_position(records, list(arms)),
+        "reconstruction": {"r2_keys": [[0.5, 0.6]] * 4, "r2_values": [[0.3, 0.4]] * 4, "rows_per_feature": 20.0},
+        "selected_layers": {"keys": [[0, 1]] * 4, "values": [[0, 1]] * 4},
+        "samples": [
+            {
+                "id": "d0",
+                "prompt_end": "end",
+                "gold": "gold",
+                "continuations": dict.fromkeys(arms, "a <b> continuation"),
+            }
+        ],
+        "cost": {
+            "target_prefill_flops_share": 0.07,
+            "flops_share_by_part": {"sinks": 0.01, "head": 0.0, "map": 0.02, "tail": 0.04},
+            "equal_cost_tail": 30,
+            "warm_ttft_s": 0.5,
+            "cold_ttft_s": 1.0,
+            "native_ttft_s": 2.0,
+            "source_ttft_s": 0.5,
+            "seconds_by_step": {},
+            "mapping_tokens_per_s": 1000.0,
+            "prompt_tokens": 448,
+            "peak_memory_bytes": 10**9,
+            "artifact_bytes": 10**7,
+            "calibration_seconds": 60.0,
+        },
+    }
+
+
+def _texts(found: dict[str, Any]) -> str:
+    return " ".join(finding.text for finding in verdict(found))
+
+
+def test_verdict_of_a_good_map() -> None:
+    findings = verdict(results())
+    assert [finding.tone for finding in findings] == ["good", "good", "good", "plain", "plain"]
+    assert "recovers 75 % of the gap" in findings[0].text
+    assert "at 7.0 % of the large model's prefill" in findings[0].text
+    assert "reading the last 30 tokens alone" in findings[2].text
+    assert "4.0 times as fast" in findings[4].text
+    assert "2.0 times as fast" in findings[4].text
+
+
+def test_verdict_of_a_map_worse_than_the_source() -> None:
+    findings = verdict(results(ARMS | {"mapped": (0.8, 1.8)}))
+    assert findings[0].tone == "bad"
+    assert "worse than the small model alone" in findings[0].text
+    assert [finding.tone for finding in findings[1:3]] == ["bad", "bad"]
+    assert "further from the large model than the small model alone" in findings[1].text
+
+
+def test_verdict_without_a_gap_says_so() -> None:
+    findings = verdict(results(ARMS | {"source": (0.5, 1.0)}))
+    assert findings[0].tone == "warning"
+    assert "cannot be said" in findings[0].text
+
+
+def test_verdict_warns_of_a_map_that_carries_nothing() -> None:
+    assert "does not carry what the text said" in _texts(results(ARMS | {"other_document": (0.2, 1.1)}))
+
+
+def test_verdict_starts_with_a_failed_injection() -> None:
+    findings = verdict(results(ARMS | {"injected": (0.05, 1.0)}))
+    assert findings[0].tone == "warning"
+    assert "do not trust the other figures" in findings[0].text
+
+
+def test_ties_are_called_ties() -> None:
+    found = results()
+    for number, document in enumerate(found["documents"]):
+        document["source"]["kl"] = document["mapped"]["kl"] + (0.1 if number % 2 else -0.1)
+    assert "cannot be told apart from the small model alone" in _texts(found)
+
+
+def _write(folder: Path, found: dict[str, Any]) -> tuple[str, str]:
+    (folder / "results.json").write_text(json.dumps(found))
+    page, twin = write_report(folder)
+    return page.read_text(), twin.read_text()
+
+
+def test_pages_hold_every_arm_and_figure(tmp_path: Path) -> None:
+    page, twin = _write(tmp_path, results())
+    for name in ("mapped", "source (small model)", "native tail only", "other document", "no context"):
+        assert name in page
+        assert f"| {name} |" in twin
+    assert page.count("<svg") == 5
+    assert page.count("<summary>numbers</summary>") == 4
+    assert "plan.native_head=null" in page
+    assert "0.200" in twin or "0.220" in twin
+
+
+def test_page_is_self_contained_and_its_ids_do_not_collide(tmp_path: Path) -> None:
+    page, _ = _write(tmp_path, results())
+    assert not re.search(r"(?:src|href)=\"(?:https?:)?//", page)
+    assert "@import" not in page
+    defined = re.findall(r"<(?:clipPath|linearGradient) id=\"([^\"]+)\"", page)
+    assert len(defined) == len(set(defined)) > 0
+
+
+def test_markup_in_names_and_text_is_escaped(tmp_path: Path) -> None:
+    found = copy.deepcopy(results())
+    found["pair"]["source"]["name"] = "<script>alert(1)</script>"
+    found["documents"][0]["id"] = "<img src=x>"
+    page, _ = _write(tmp_path, found)
+    assert "<script>" not in page
+    assert "<img" not in page
+    assert "a &lt;b&gt; continuation" in page
+
+
+def test_report_is_reproducible(tmp_path: Path) -> None:
+    assert _write(tmp_path, results()) == _write(tmp_path, results())
+
+
+def test_results_without_reconstruction_or_samples_still_make_a_page(tmp_path: Path) -> None:
+    bare = results() | {"reconstruction": {"rows_per_feature": None}, "selected_layers": {}, "samples": []}
+    page, _ = _write(tmp_path, bare)
+    assert page.count("<svg") == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (None, "holds no results.json"),
+        ("{", "is damaged"),
+        ('{"schema": 99}', "has schema 99, expected 1"),
+        ("[]", "has schema None, expected 1"),
+    ],
+    ids=["missing", "damaged", "newer", "not-an-object"],
+)
+def test_unusable_results_are_refused(tmp_path: Path, content: str | None, sentence: str) -> None:
+    if content is not None:
+        (tmp_path / "results.json").write_text(content)
+    with pytest.raises(UsageError, match=sentence):
+        write_report(tmp_path)
+    assert not (tmp_path / "report.html").exists()
