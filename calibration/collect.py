@@ -163,6 +163,7 @@ def calibrate(
         UsageError, CorpusError: settings or text that cannot work.
         CalibrationError: `out` holds moments of other settings.
     """
+    pair.require_length(config.block, "calibration.block")
     corpus = config.open("calibration")
     wanted = identity(pair, corpus, config, blocks)
     final = out / "moments.safetensors"

@@ -8,7 +8,7 @@ calibration         what the map was fitted on
 arms                arm → metric → {mean, ci95, n}; `gap_recovered` may have mean null and a reason
 documents           one record per document: id, arm → metrics, seconds
 by_position         arm → mean KL at each gold position and at each rollout position
-reconstruction      held-out R² per target layer and head: r2_keys, r2_values
+reconstruction      held-out R² per target layer and head: r2_keys, r2_values; rows_per_feature of the fit
 selected_layers     kind → source layers that each target layer reads
 samples             prompt end, gold text and greedy continuation per arm of the first documents
 cost                shares of prefill FLOPs, times to first token, memory, artifact size

@@ -47,9 +47,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
 def _parse_json(data: bytes, what: str) -> dict[str, Any]:
     try:
-        parsed = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
+        parsed = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except ArtifactError as error:
         raise ArtifactError(f"{what} is refused: {error}.") from None
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError, ValueError) as error:
@@ -64,6 +68,7 @@ def _read_file(folder: Path, name: str) -> bytes:
     if not path.is_file():
         pickles = [file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".pkl")]
         hint = f"; {pickles[0]} is a pickle, which is never loaded" if pickles else ""
+        hint += f"; did you mean {folder / 'bridge'}?" if (folder / "bridge" / SUMS).is_file() else ""
         raise ArtifactError(f"{folder} has no {name}{hint}. Expected {CONFIG}, {WEIGHTS} and {SUMS}.")
     size = path.stat().st_size
     if size > SIZE_CAPS[name]:
@@ -119,7 +124,10 @@ def _header(data: bytes, path: Path) -> dict[str, Any]:
     return header
 
 
-def _describe(tensor: Tensor) -> dict[str, Any]:
+def _describe(name: str, tensor: Tensor) -> dict[str, Any]:
+    if tensor.dtype not in DTYPE_NAMES:
+        expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPE_NAMES)
+        raise ArtifactError(f"tensor {name!r} is {tensor.dtype}, which a bridge does not store; give {expected}.")
     return {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape)}
 
 
@@ -165,19 +173,40 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return config, tensors
 
 
+def _require_replaceable(folder: Path) -> None:
+    """Refuse to replace anything but an empty folder or a bridge and nothing else."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise ArtifactError(f"{folder} exists and is not a bridge; give an empty or new folder.")
+    held = {file.name for file in folder.iterdir()}
+    if not held:
+        return
+    try:
+        is_bridge = json.loads((folder / CONFIG).read_bytes()).get("format") == FORMAT
+    except (OSError, ValueError, AttributeError):
+        is_bridge = False
+    if not is_bridge:
+        raise ArtifactError(f"{folder} exists and is not a bridge; give an empty or new folder.")
+    others = held - {CONFIG, WEIGHTS, SUMS, CARD}
+    if others:
+        raise ArtifactError(
+            f"{folder} holds more than a bridge ({min(others)}), which would be lost; give an empty or new folder."
+        )
+
+
 def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], card: str) -> None:
     """Write a bridge folder, all of it or nothing; an existing bridge is replaced, any other folder refused.
 
     Raises:
-        ArtifactError: `folder` exists and is not a bridge, or a tensor is not finite.
+        ArtifactError: `folder` exists and is not a bridge alone, or a tensor is not finite or of an odd dtype.
     """
-    if folder.exists() and any(folder.iterdir()) and not (folder / SUMS).exists():
-        raise ArtifactError(f"{folder} exists and is not a bridge; give an empty or new folder.")
+    _require_replaceable(folder)
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise ArtifactError(f"tensor {name!r} holds NaN or infinite numbers; such a bridge is not saved.")
     header = {"format": FORMAT, "format_version": FORMAT_VERSION}
-    config = header | config | {"tensors": {name: _describe(tensor) for name, tensor in sorted(tensors.items())}}
+    config = header | config | {"tensors": {name: _describe(name, tensor) for name, tensor in sorted(tensors.items())}}
     contents = {
         CONFIG: (json.dumps(config, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode(),
         WEIGHTS: save({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}),
@@ -201,10 +230,16 @@ def _replace(partial: Path, folder: Path) -> None:
     if not folder.exists():
         os.rename(partial, folder)
         return
-    former = Path(tempfile.mkdtemp(prefix=f".{folder.name}-former-", dir=folder.parent))
-    os.rename(folder, former / "bridge")
-    os.rename(partial, folder)
-    shutil.rmtree(former)
+    former = Path(tempfile.mkdtemp(prefix=f".{folder.name}-former-", dir=folder.parent)) / "bridge"
+    try:
+        os.rename(folder, former)
+        os.rename(partial, folder)
+    except BaseException:
+        if former.exists():
+            os.rename(former, folder)
+        former.parent.rmdir()
+        raise
+    shutil.rmtree(former.parent)
 
 
 def folder_bytes(folder: Path) -> int:

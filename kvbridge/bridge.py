@@ -42,6 +42,43 @@ bridge = Bridge.from_pretrained("path/or/hub-id", pair=pair)
 ```
 """
 
+# What a config must hold for a bridge to be used, described and saved again; a name with ? may be missing.
+_MODEL = {"name": str, "geometry": {"layers": int, "kv_heads": int, "head_dim": int, "rope_kind": str}}
+STRUCTURE: dict[str, Any] = {
+    "identity": {"source": str, "target": str},
+    "pair": {"source": _MODEL, "target": _MODEL},
+    "forms": dict.fromkeys(KINDS, str),
+    "mapper": {"name": str},
+    "calibration": {"rows?": int},
+    "evidence": {
+        "r2?": {f"{kind}?": [[float]] for kind in KINDS},
+        "selected_layers?": {f"{kind}?": [[int]] for kind in KINDS},
+    },
+}
+
+
+def _require_structure(value: Any, structure: Any, place: str) -> None:
+    """Refuse a JSON value that lacks a name or has another type somewhere.
+
+    Raises:
+        ArtifactError: naming the place.
+    """
+    kind = type(structure) if isinstance(structure, (dict, list)) else structure
+    if type(value) is not kind:
+        raise ArtifactError(
+            f"{place} is of type {type(value).__name__}, expected {kind.__name__}; the bridge is damaged."
+        )
+    if isinstance(structure, list):
+        for inner in value:
+            _require_structure(inner, structure[0], place)
+    elif isinstance(structure, dict):
+        for name, inner in structure.items():
+            key = name.removesuffix("?")
+            if key in value:
+                _require_structure(value[key], inner, f"{place}.{key}")
+            elif key == name:
+                raise ArtifactError(f"{place} lacks {key!r}; the bridge is damaged.")
+
 
 @dataclass(frozen=True, slots=True)
 class Bridge:
@@ -131,15 +168,16 @@ class Bridge:
         if not folder.is_dir():
             folder = _download(str(location), revision)
         config, tensors = read_folder(folder)
-        try:
-            forms = {kind: _build_form(kind, config["forms"][kind], tensors) for kind in KINDS}
-            bridge = cls(
-                **forms,
-                **{name: config[name] for name in ("identity", "pair", "mapper", "calibration", "evidence")},
-            )
-        except (KeyError, TypeError) as error:
-            raise ArtifactError(f"{folder / CONFIG} lacks or misplaces {error}; the bridge is damaged.") from error
+        _require_structure(config, STRUCTURE, str(folder / CONFIG))
+        unknown = sorted(name for name in tensors if name.split(".")[0] not in KINDS)
+        if unknown:
+            raise ArtifactError(f"{folder / WEIGHTS} has tensor {unknown[0]!r}, which belongs to no form.")
+        forms = {kind: _build_form(kind, config["forms"][kind], tensors) for kind in KINDS}
+        bridge = cls(
+            **forms, **{name: config[name] for name in ("identity", "pair", "mapper", "calibration", "evidence")}
+        )
         bridge._check_slots(folder)
+        bridge._check_evidence(folder)
         if pair is not None:
             bridge.require_pair(pair)
         return bridge
@@ -151,10 +189,10 @@ class Bridge:
         from huggingface_hub import HfApi
 
         api = HfApi()
-        api.create_repo(repo_id, private=private, exist_ok=True)
         with tempfile.TemporaryDirectory() as parent:
             folder = Path(parent) / "bridge"
             self.save_pretrained(folder)
+            api.create_repo(repo_id, private=private, exist_ok=True)
             return str(api.upload_folder(repo_id=repo_id, folder_path=folder, revision=revision))
 
     def _check_slots(self, folder: Path) -> None:
@@ -163,12 +201,27 @@ class Bridge:
         for kind, form in self.forms().items():
             expected = (target["layers"], target["kv_heads"], source["head_dim"], target["head_dim"])
             found = (*form.slots.shape[:2], *form.weight.shape[3:])
-            read = int(form.slots.max()) + 1
-            if found != expected or read > slots:
+            read = int(form.slots.max()) + 1 if form.slots.numel() else 0
+            if found != expected or not 0 < read <= slots:
                 raise ArtifactError(
                     f"{folder}: the {kind} form has (L_t, H_t, D_s, D_t) = {found} and reads {read} slots; "
                     f"its own geometry says {expected} and {slots}. The bridge is damaged."
                 )
+
+    def _check_evidence(self, folder: Path) -> None:
+        layers, heads = self.keys.slots.shape[:2]
+        grids, chosen = (self.evidence.get(name, {}) for name in ("r2", "selected_layers"))
+        fits = {*grids, *chosen} <= {*KINDS} and all(
+            len(rows) == layers for rows in (*grids.values(), *chosen.values())
+        )
+        if not (fits and all(len(row) == heads for grid in grids.values() for row in grid)):
+            raise ArtifactError(
+                f"{folder / CONFIG}: r2 and selected_layers are not those of {layers} layers of {heads} heads; "
+                "the bridge is damaged."
+            )
+        per_feature = self.evidence.get("rows_per_feature")
+        if not isinstance(per_feature, (float, type(None))):
+            raise ArtifactError(f"{folder / CONFIG}: rows_per_feature is {per_feature!r}, expected a number.")
 
     def _card(self) -> str:
         r2 = [torch.tensor(grid).mean().item() for grid in self.evidence.get("r2", {}).values()]
@@ -194,7 +247,7 @@ def _build_form(kind: str, name: str, tensors: dict[str, torch.Tensor]) -> Form:
         return FORMS[name](
             **{key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
         )
-    except CacheError as error:
+    except (CacheError, TypeError) as error:
         raise ArtifactError(f"the bridge's {kind} form is inconsistent: {error}") from error
 
 
@@ -205,7 +258,7 @@ def _download(location: str, revision: str | None) -> Path:
     try:
         return Path(snapshot_download(location, revision=revision, allow_patterns=[CONFIG, WEIGHTS, SUMS, CARD]))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        first_line = str(error).strip().splitlines()[0]
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ArtifactError(
             f"{location}: neither a bridge folder nor a hub repository that answers: {first_line}"
         ) from error

@@ -53,6 +53,14 @@ class SlotAffine:
     bias: Float[Tensor, "L_t H_t D_t"]
 
     def __post_init__(self) -> None:
+        whole = not self.slots.is_floating_point()
+        real = self.weight.is_floating_point() and self.bias.is_floating_point()
+        if not (whole and real and self.slots.ndim == 3 and self.weight.ndim == 5):
+            given = ", ".join(f"{name} {part.dtype}{list(part.shape)}" for name, part in self.tensors().items())
+            raise CacheError(
+                "a slot-affine form has a whole-number slot table of 3 axes, weights of 5 axes and a bias, both "
+                f"floating-point; given: {given}."
+            )
         if self.weight.shape[:3] != self.slots.shape:
             raise CacheError(
                 f"a slot-affine form has weights for {tuple(self.weight.shape[:3])} (layer, head, slot) entries "

@@ -11,11 +11,13 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from kvbridge import embedded
 from kvbridge.errors import PairMismatchError, UsageError
 from kvbridge.fingerprint import digest, fingerprint_tokenizer
 from kvbridge.model import KVModel
 from kvbridge.processes import process_state
 
+EMBEDDED = "embedded"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -34,6 +36,22 @@ class ModelPair:
     target: KVModel
     tokenizer: PreTrainedTokenizerBase
     tokenizer_fingerprint: str
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence that both models were made for, in tokens."""
+        return min(self.source.geometry.max_positions, self.target.geometry.max_positions)
+
+    def require_length(self, tokens: int, setting: str) -> None:
+        """Refuse sequences that one of the models was not made for.
+
+        Raises:
+            UsageError: naming the setting that asks for them.
+        """
+        if tokens > self.max_positions:
+            raise UsageError(
+                f"{setting}={tokens}: this pair was made for up to {self.max_positions} tokens; give fewer."
+            )
 
     def identity(self) -> dict[str, str]:
         """The fingerprints by which a bridge or moments recognise their pair."""
@@ -136,7 +154,7 @@ def _check_location(role: str, location: str) -> None:
 
 def load_pair(
     source: str,
-    target: str,
+    target: str | None = None,
     *,
     source_revision: str | None = None,
     target_revision: str | None = None,
@@ -144,10 +162,10 @@ def load_pair(
     device: str = "auto",
     trust_remote_code: bool = False,
 ) -> ModelPair:
-    """Load a pair from two folders or hub ids.
+    """Load a pair from two folders or hub ids, or the small pair that is shipped: `load_pair("embedded")`.
 
     Args:
-        source: the small model.
+        source: the small model, or `embedded` for both models.
         target: the large model.
         source_revision: hub revision of the source.
         target_revision: hub revision of the target.
@@ -163,6 +181,12 @@ def load_pair(
     if dtype not in DTYPES:
         raise UsageError(f"pair.dtype={dtype}: expected one of {', '.join(DTYPES)}.")
     device = _resolve_device(device)
+    if source == EMBEDDED:
+        if target:
+            raise UsageError(f"pair.source={EMBEDDED} brings its own target; {target} needs a source of its own.")
+        source, target = str(embedded.SOURCE), str(embedded.TARGET)
+    if not target:
+        raise UsageError(f"pair.target is missing for pair.source={source}: give two models, or the word {EMBEDDED}.")
     for role, location in (("source", source), ("target", target)):
         _check_location(role, location)
     source, target = (str(Path(at).expanduser()) if Path(at).expanduser().exists() else at for at in (source, target))

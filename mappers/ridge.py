@@ -73,7 +73,7 @@ class Ridge:
         ):
             if given not in allowed:
                 raise UsageError(f"mapper.{option}={given}: expected one of {', '.join(allowed)}.")
-        if self.k < 1 or self.penalty < 0:
+        if self.k < 1 or not self.penalty >= 0:
             raise UsageError(f"mapper.k={self.k}, mapper.penalty={self.penalty:g}: expected k ≥ 1 and λ ≥ 0.")
 
     def blocks(self) -> frozenset[MomentBlock]:

@@ -30,30 +30,55 @@ Every setting is a Hydra override, such as mapper.k=8 or plan.native_tail=16; `k
 COMMANDS = ("run", "calibrate", "fit", "eval", "inspect", "doctor")
 # Commands that take folders instead of overrides.
 FOLDER_COMMANDS = ("report",)
+SWEEP = ("-m", "--multirun")
+# Hydra's own options that make sense here; it would answer any other with half a screen.
+FLAGS = (*SWEEP, "-h", "--help", "--hydra-help", "-c", "--cfg", "--resolve", "-p", "--package", "-i", "--info")
 
 
 def _task(command: str, failures: list[str]) -> Callable[[Any], None]:
-    """The function that Hydra runs for each job: our own errors are collected, so that one job does not sink others."""
+    """What Hydra runs for each job: a user's errors are collected, so that one job does not sink others."""
+    from omegaconf.errors import OmegaConfBaseException
+
     from kvbridge.cli import commands
-    from kvbridge.errors import KVBridgeError
+    from kvbridge.errors import KVBridgeError, UsageError
 
     run = getattr(commands, f"{command}_command")
+    used: set[str] = set()
 
     def task(config: Any) -> None:
         try:
+            if config.out in used:
+                raise UsageError(
+                    f"out={config.out} holds an earlier job of this sweep; give each its own, such as "
+                    "out='runs/k-${mapper.k}'."
+                )
+            used.add(config.out)
             run(config)
-        except KVBridgeError as error:
-            failures.append(str(error))
+        except BrokenPipeError:
+            raise
+        except (KVBridgeError, OmegaConfBaseException, OSError) as error:
+            failures.append(_one_line(error))
 
     return task
 
 
 def _one_line(error: BaseException) -> str:
-    """A composition error and its cause in one sentence."""
+    """Any error that a user can act on, in one sentence."""
+    from hydra.errors import HydraException
+
+    from kvbridge.errors import KVBridgeError
+
+    if isinstance(error, KVBridgeError):
+        return " ".join(str(error).split())
+    # A missing configuration is both.
+    if isinstance(error, OSError) and not isinstance(error, HydraException):
+        return f"{error.filename or 'a file'}: {error.strerror or error}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     if "Could not find" in lines[0] and len(lines) > 2:
         found = [line for line in lines[2:] if not line.startswith(("Config search path", "provider="))]
         return f"{lines[0]}; available: {', '.join(found)}."
+    if lines[0].startswith("Ambiguous value"):
+        return f"{lines[0].split(':')[0]}: give -m for a sweep, or key=[value1,value2] for a list."
     cause = str(error.__cause__).strip().splitlines() if error.__cause__ else lines[1:]
     return f"{lines[0].rstrip('.:')}: {cause[0]}" if cause else lines[0]
 
@@ -64,8 +89,12 @@ def _hydra(command: str, overrides: list[str]) -> None:
 
     from kvbridge.cli.settings import register
 
+    for given in overrides:
+        if given.startswith("-") and given.split("=")[0] not in FLAGS:
+            _fail(f"{given} is no option; settings are given as mapper.k=8, and -m sweeps them.")
     register()
-    sys.argv = [f"kvbridge {command}", *overrides]
+    # Hydra's parser takes overrides on one side of an option only.
+    sys.argv = [f"kvbridge {command}", *sorted(overrides, key=lambda given: given not in SWEEP)]
     # Without this Hydra prints a summary of the traceback and exits with 1 itself.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     failures: list[str] = []
@@ -114,12 +143,13 @@ def main() -> None:
 
     try:
         _hydra(command, overrides)
+    except KeyboardInterrupt:
+        print("kvbridge: stopped; the same command goes on where it was.", file=sys.stderr)
+        raise SystemExit(130) from None
     except BrokenPipeError:
         # The reader of our output has gone; the interpreter must not complain about it once more on exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (HydraException, OmegaConfBaseException, OSError) as error:
-        if isinstance(error, OSError) and not isinstance(error, HydraException):
-            _fail(f"{error.filename or 'a file'}: {error.strerror or error}")
         _fail(_one_line(error))
 
 

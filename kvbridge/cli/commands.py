@@ -17,7 +17,7 @@ from kvbridge.bridge import Bridge, bridge_bytes
 from kvbridge.cli.settings import PairConfig
 from kvbridge.errors import UsageError
 from kvbridge.fingerprint import digest
-from kvbridge.pair import ModelPair
+from kvbridge.pair import EMBEDDED, ModelPair
 from kvbridge.plan import HandoffPlan
 
 
@@ -37,16 +37,45 @@ class Settings:
 
     @classmethod
     def of(cls, config: DictConfig) -> Settings:
+        """The objects of a composed configuration.
+
+        Raises:
+            UsageError: a setting was added that nothing reads, `out` is empty, or what the objects' own checks raise.
+        """
         names = ("pair", "mapper", "plan", "calibration", "eval")
+        _refuse_additions("", config)
+        for name in names:
+            _refuse_additions(f"{name}.", config[name])
+        if not config.out:
+            raise UsageError("out is empty: give the folder of the run, out=DIR.")
         groups: dict[str, Any] = {name: OmegaConf.to_object(config[name]) for name in names}
         plain: Any = OmegaConf.to_container(config, resolve=True)
         plain["mapper"] = {"name": groups["mapper"].name} | plain["mapper"]
+        _check_text(groups)
         moments = Path(config.moments).expanduser() if config.moments else None
         return cls(**groups, out=Path(config.out).expanduser(), moments=moments, bridge=config.bridge, plain=plain)
 
     @property
     def calibration_folder(self) -> Path:
         return self.moments or self.out / "calibration"
+
+
+def _check_text(groups: dict[str, Any]) -> None:
+    """Refuse the embedded pair's text for other models: it is a language of its own."""
+    for name in ("calibration", "eval"):
+        if groups[name].corpus == EMBEDDED and groups["pair"].source != EMBEDDED:
+            raise UsageError(
+                f"{name}.corpus={EMBEDDED} is the embedded pair's text, and pair.source={groups['pair'].source}; "
+                f"add pair=local and give {name}.corpus=FILE."
+            )
+
+
+def _refuse_additions(group: str, node: DictConfig) -> None:
+    schema: Any = OmegaConf.get_type(node)
+    known = [field.name for field in dataclasses.fields(schema)]
+    added = [key for key in node if key not in known]
+    if added:
+        raise UsageError(f"{group}{added[0]} is no setting; expected one of {', '.join(known)}.")
 
 
 @contextmanager
@@ -91,9 +120,21 @@ def _fit(settings: Settings, pair: ModelPair, moments: Any) -> Bridge:
 
 
 def _documents(settings: Settings, pair: ModelPair) -> tuple[Any, str]:
+    """The documents to score, after everything that can be checked before a long run."""
     from kvbridge.eval.documents import take_documents
 
-    config = settings.eval
+    config, plan = settings.eval, settings.plan
+    plan.mapped_layers(pair.target.geometry.layers)
+    if config.documents == 1:
+        raise UsageError("eval.documents=1: the other-document arm needs at least two documents.")
+    if plan.split(max(config.prompt, 1)).carried == 0:
+        raise UsageError(
+            f"plan.sinks={plan.sinks} and plan.native_tail={plan.native_tail} leave nothing of eval.prompt="
+            f"{config.prompt} tokens to carry; give fewer, or a longer prompt."
+        )
+    pair.require_length(
+        max(config.tokens, config.prompt + config.rollout), "eval.tokens, or eval.prompt + eval.rollout,"
+    )
     corpus = config.open("eval")
     taken = take_documents(
         corpus, pair.tokenizer, documents=config.documents, tokens=config.tokens, prompt=config.prompt
@@ -110,7 +151,6 @@ def _evaluate(
     from kvbridge.eval.results import describe_run
     from kvbridge.kernels import FormMap
 
-    settings.plan.mapped_layers(pair.target.geometry.layers)
     documents, corpus = _documents(settings, pair)
     mapping = FormMap.of(bridge)
     identity = {
@@ -187,20 +227,33 @@ def calibrate_command(config: DictConfig) -> None:
 
 def fit_command(config: DictConfig) -> None:
     """Fit a map on finished moments."""
-    from kvbridge.calibration import CalibrationMoments
-
     settings = Settings.of(config)
-    CalibrationMoments.load(settings.calibration_folder / "moments.safetensors")
+    moments = settings.calibration_folder / "moments.safetensors"
+    if not moments.is_file():
+        raise UsageError(f"{moments}: no moments there; run `kvbridge calibrate` first, or give moments=DIR.")
     pair = settings.pair.load()
     reused = dataclasses.replace(settings, moments=settings.calibration_folder)
     bridge = _fit(reused, pair, _calibrate(reused, pair))
     print(f"{settings.out / 'bridge'}: {bridge.parameters():,} numbers")
 
 
+def _bridge_location(settings: Settings) -> str:
+    """Where the bridge is that a command reads: what `bridge=` says, else that of the run in `out`.
+
+    Raises:
+        UsageError: neither is there.
+    """
+    if settings.bridge:
+        return settings.bridge
+    if not (settings.out / "bridge").is_dir():
+        raise UsageError(f"{settings.out / 'bridge'}: no bridge there; give bridge=DIR, or out= of a finished run.")
+    return str(settings.out / "bridge")
+
+
 def eval_command(config: DictConfig) -> None:
     """Score a finished bridge."""
     settings = Settings.of(config)
-    location = settings.bridge or str(settings.out / "bridge")
+    location = _bridge_location(settings)
     unchecked = Bridge.from_pretrained(location)
     pair = settings.pair.load()
     unchecked.require_pair(pair)
@@ -213,16 +266,17 @@ def inspect_command(config: DictConfig) -> None:
     from kvbridge.cli.describe import print_bridge
 
     settings = Settings.of(config)
-    location = settings.bridge or str(settings.out / "bridge")
+    location = _bridge_location(settings)
     print_bridge(Bridge.from_pretrained(location), location)
 
 
 def doctor_command(config: DictConfig) -> None:
     """Say what a pair supports and run the gate on both models."""
-    from kvbridge.cli.describe import print_gate
+    from kvbridge.cli.describe import print_gate, print_support
     from kvbridge.eval import identity_gate
 
     pair = Settings.of(config).pair.load()
+    print_support(pair)
     torch.manual_seed(0)
     failed = []
     for role, model in (("source", pair.source), ("target", pair.target)):

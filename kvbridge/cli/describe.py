@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from kvbridge.bridge import Bridge
 from kvbridge.model import KVModel
+from kvbridge.pair import ModelPair
 
 BARS = " ▁▂▃▄▅▆▇█"
 
@@ -51,7 +53,8 @@ def _summary(bridge: Bridge, location: str) -> Table:
         else ""
     )
     for name, value in rows.items():
-        table.add_row(name, str(value))
+        # A plain string would be read as markup, and a folder may have brackets in its name.
+        table.add_row(name, Text(str(value)))
     return table
 
 
@@ -75,9 +78,20 @@ def print_bridge(bridge: Bridge, location: str) -> None:
     console.print("R² is on calibration text that the fit did not see, averaged over heads.")
 
 
+def print_support(pair: ModelPair) -> None:
+    """Print what can be done with a pair."""
+    source, target = pair.source.geometry, pair.target.geometry
+    same = (source.layers, source.kv_heads, source.head_dim) == (target.layers, target.kv_heads, target.head_dim)
+    console = Console()
+    console.print(f"tokenizer: one for both (fingerprint {pair.tokenizer_fingerprint})")
+    console.print(f"prompts: up to {pair.max_positions:,} tokens")
+    console.print(f"plans: native head 0 … {target.layers - 2} or none, any number of sinks and tail tokens")
+    console.print(f"raw source cache as an arm: {'yes' if same else 'no, the two caches differ in shape'}")
+
+
 def print_gate(role: str, model: KVModel, report: Any) -> None:
     """Print what a model supports and how the gate went."""
-    console = Console()
+    console = Console(soft_wrap=True)
     verdict = "passed" if report.passed else "FAILED"
     console.print(f"{role}: {model.geometry.describe()}; {str(model.dtype).removeprefix('torch.')} on {model.device}")
     console.print(f"  gate {verdict}: injected KL {report.injected:.1e} nats, limit {report.limit:.0e}")

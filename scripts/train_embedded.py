@@ -1,0 +1,282 @@
+"""Trains the embedded pair from scratch on generated text and writes checkpoints, held-out text and model cards.
+
+    python scripts/train_embedded.py                    # everything; run again after a kill and it resumes
+    python scripts/train_embedded.py --only source      # one model
+    python scripts/train_embedded.py --only measure     # held-out losses, recall and the cards again
+
+Batches depend on seed and step only, so an interrupted run sees the same data as an uninterrupted one.
+"""
+
+import argparse
+import copy
+import json
+import math
+import os
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from embedded_data import Batch, Mixture, batch, held_out_documents, train_tokenizer, write_jsonl
+from embedded_measure import measure_pair, recall_accuracy, recall_tasks
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import kvbridge.embedded
+
+CALIBRATION_DOCUMENTS = 800
+EVALUATION_DOCUMENTS = 240
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A stretch of training that ends before step `end`: row length in tokens, kinds of documents."""
+
+    end: float
+    length: int
+    mixture: Mixture
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Architecture and optimisation of one model; `batch_tokens` is B * T in every phase."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    steps: int
+    decay_steps: int
+    batch_tokens: int
+    phases: tuple[Phase, ...]
+    muon_lr: float = 0.02
+    adam_lr: float = 3e-3
+    answer_weight: float = 4.0
+
+    def phase(self, step: int) -> Phase:
+        """The phase a step belongs to."""
+        return next(phase for phase in self.phases if step < phase.end)
+
+    def lr_scale(self, step: int) -> float:
+        """Warm-up over 60 steps, constant, then linear to 3 % over the last `decay_steps`."""
+        return min(1.0, (step + 1) / 60, max(0.03, (self.steps - step) / self.decay_steps))
+
+
+RECIPES = {
+    "source": Recipe(
+        layers=4,
+        hidden=128,
+        heads=4,
+        kv_heads=2,
+        head_dim=32,
+        intermediate=256,
+        steps=2800,
+        decay_steps=1000,
+        batch_tokens=2048,
+        phases=(
+            Phase(700, 64, Mixture(0.4, 0.5)),
+            Phase(1200, 128, Mixture(0.5, 0.25)),
+            Phase(2000, 256, Mixture(0.45, 0.1)),
+            Phase(math.inf, 640, Mixture(0.3, 0.02)),
+        ),
+    ),
+    "target": Recipe(
+        layers=6,
+        hidden=192,
+        heads=4,
+        kv_heads=4,
+        head_dim=64,
+        intermediate=512,
+        steps=1600,
+        decay_steps=700,
+        batch_tokens=4096,
+        phases=(
+            Phase(300, 64, Mixture(0.4, 0.5)),
+            Phase(600, 128, Mixture(0.5, 0.25)),
+            Phase(1100, 256, Mixture(0.45, 0.1)),
+            Phase(math.inf, 640, Mixture(0.3, 0.02)),
+        ),
+    ),
+}
+
+
+def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
+    """A Llama model at its random initialisation, fp32."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=recipe.hidden,
+        intermediate_size=recipe.intermediate,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        num_key_value_heads=recipe.kv_heads,
+        head_dim=recipe.head_dim,
+        max_position_embeddings=1024,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return LlamaForCausalLM(config)
+
+
+def build_optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers, AdamW for embeddings and norms."""
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
+    return [
+        torch.optim.Muon(matrices, lr=recipe.muon_lr, weight_decay=0.01),
+        torch.optim.AdamW(others, lr=recipe.adam_lr, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def loss(model: LlamaForCausalLM, data: Batch) -> torch.Tensor:
+    """Weighted mean cross-entropy, nats per token, matrix products in bf16."""
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(input_ids=data.inputs, use_cache=False).logits
+    losses = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), data.labels.flatten(), reduction="none")
+    return (losses * data.weights.flatten()).sum() / data.weights.sum()
+
+
+class Run:
+    """One model's training: state on disk every `SAVE_SECONDS`, a line of progress every `LOG_STEPS` steps."""
+
+    SAVE_SECONDS = 90
+    LOG_STEPS = 50
+
+    def __init__(self, name: str, recipe: Recipe, tokenizer: PreTrainedTokenizerFast, seed: int, work: Path) -> None:
+        self.name, self.recipe, self.tokenizer, self.seed = name, recipe, tokenizer, seed
+        self.path = work / f"{name}.pt"
+        self.model = build_model(recipe, tokenizer, seed)
+        self.optimizers = build_optimizers(self.model, recipe)
+        self.base_lrs = [recipe.muon_lr, recipe.adam_lr]
+        self.step, self.tokens, self.cpu_seconds = 0, 0, 0.0
+        self.probes = {length: recall_tasks(tokenizer, f"progress:{seed}", length, 48) for length in (64, 256)}
+        if self.path.exists():
+            self._load()
+
+    def _load(self) -> None:
+        state = torch.load(self.path, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.step, self.tokens, self.cpu_seconds = (
+            state["training"][key] for key in ("steps", "tokens", "cpu_seconds")
+        )
+        print(f"{self.name}: resumed at step {self.step}", flush=True)
+
+    def _save(self) -> None:
+        partial = self.path.with_suffix(".partial")
+        torch.save(
+            {
+                "model": self.model.state_dict(),
+                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+                "training": {"steps": self.step, "tokens": self.tokens, "cpu_seconds": self.cpu_seconds},
+            },
+            partial,
+        )
+        os.replace(partial, self.path)
+
+    def train(self) -> LlamaForCausalLM:
+        """Runs the remaining steps."""
+        saved = logged = time.monotonic()
+        losses: list[float] = []
+        while self.step < self.recipe.steps:
+            started = time.process_time()
+            losses.append(self._one_step())
+            self.cpu_seconds += time.process_time() - started
+            if self.step % self.LOG_STEPS == 0:
+                self._log(sum(losses) / len(losses), time.monotonic() - logged, len(losses))
+                losses, logged = [], time.monotonic()
+            if time.monotonic() - saved > self.SAVE_SECONDS:
+                self._save()
+                saved = time.monotonic()
+        self._save()
+        return self.model
+
+    def _one_step(self) -> float:
+        phase = self.recipe.phase(self.step)
+        rows = max(1, self.recipe.batch_tokens // phase.length)
+        data = batch(self.tokenizer, self.seed, self.step, rows, phase.length, phase.mixture, self.recipe.answer_weight)
+        value = loss(self.model, data)
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer, base in zip(self.optimizers, self.base_lrs, strict=True):
+            optimizer.param_groups[0]["lr"] = base * self.recipe.lr_scale(self.step)
+            optimizer.step()
+            optimizer.zero_grad()
+        self.step += 1
+        self.tokens += data.inputs.numel()
+        return value.item()
+
+    def _log(self, value: float, seconds: float, steps: int) -> None:
+        recalls = " ".join(
+            f"recall@{length} {recall_accuracy(self.model, self.tokenizer, tasks):.2f}"
+            for length, tasks in self.probes.items()
+        )
+        rate = steps * self.recipe.batch_tokens / seconds
+        print(
+            f"{self.name} {self.step}/{self.recipe.steps} loss {value:.3f} {recalls} "
+            f"length {self.recipe.phase(self.step).length} {rate:.0f} tokens/s",
+            flush=True,
+        )
+
+
+def ship(run: Run, folder: Path) -> None:
+    """Writes the bf16 checkpoint and the tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    copy.deepcopy(run.model).to(torch.bfloat16).save_pretrained(folder)
+    run.tokenizer.save_pretrained(folder)
+    for file in folder.iterdir():
+        file.chmod(0o644)
+
+
+def load_tokenizer(work: Path, seed: int) -> PreTrainedTokenizerFast:
+    """The tokenizer, trained at the first call."""
+    folder = work / "tokenizer"
+    if not folder.exists():
+        train_tokenizer(seed).save_pretrained(folder)
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def write_text(out: Path, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
+    """The held-out calibration and evaluation files."""
+    for split, count in (("calibration", CALIBRATION_DOCUMENTS), ("evaluation", EVALUATION_DOCUMENTS)):
+        write_jsonl(out / "text" / f"{split}.jsonl.gz", held_out_documents(tokenizer, split, seed, count))
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(kvbridge.embedded.__file__).parent)
+    parser.add_argument("--work", type=Path, default=Path("embedded_checkpoints"), help="state for resuming")
+    parser.add_argument("--only", choices=("source", "target", "text", "measure"))
+    parser.add_argument("--steps", type=int, help="training steps instead of the recipe's")
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=2)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Trains, ships and measures what is asked for."""
+    arguments = parse_arguments()
+    torch.set_num_threads(arguments.threads)
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    tokenizer = load_tokenizer(arguments.work, arguments.seed)
+    if arguments.only in (None, "text"):
+        write_text(arguments.out, tokenizer, arguments.seed)
+    for name, recipe in RECIPES.items():
+        if arguments.only in (None, name):
+            recipe = replace(recipe, steps=arguments.steps or recipe.steps)
+            run = Run(name, recipe, tokenizer, arguments.seed, arguments.work)
+            run.train()
+            ship(run, arguments.out / name)
+    if arguments.only in (None, "measure"):
+        training = {name: torch.load(arguments.work / f"{name}.pt", weights_only=True)["training"] for name in RECIPES}
+        print(json.dumps(measure_pair(arguments.out, training, arguments.seed), indent=1), flush=True)
+
+
+if __name__ == "__main__":
+    main()

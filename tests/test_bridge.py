@@ -1,0 +1,219 @@
+"""A bridge knows its pair, has one fingerprint for its numbers, and goes to and comes from the hub."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub import HfApi
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+import kvbridge
+from kvbridge.artifact import CARD, CONFIG, SUMS, WEIGHTS
+from kvbridge.bridge import Bridge
+from kvbridge.errors import ArtifactError, PairMismatchError
+from kvbridge.forms import KINDS
+from kvbridge.model import KVModel
+from kvbridge.pair import ModelPair
+from tiny_bridge import random_bridge, same_bridge
+from tiny_models import YARN, tiny_model
+from tiny_pair import byte_tokenizer, tiny_pair
+
+
+@cache
+def pair() -> ModelPair:
+    return tiny_pair()
+
+
+@cache
+def bridge() -> Bridge:
+    return random_bridge(pair())
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved") / "bridge"
+    bridge().save_pretrained(folder)
+    return folder
+
+
+def other_source(**changes: Any) -> KVModel:
+    """The source of the tiny pair, but for these settings."""
+    return KVModel.wrap(tiny_model("llama", **{"seed": 1, "vocab_size": len(byte_tokenizer())} | changes), "other")
+
+
+def other_tokenizer() -> ModelPair:
+    return replace(pair(), tokenizer_fingerprint="fedcba9876543210")
+
+
+OTHER_PAIRS = {
+    "other-weights": (lambda: replace(pair(), source=other_source(seed=7)), ["source"]),
+    "other-rope": (
+        lambda: replace(pair(), source=other_source(rope_parameters=YARN)),
+        ["source geometry"],
+    ),
+    "longer-rope": (lambda: replace(pair(), source=other_source(max_position_embeddings=1024)), ["source geometry"]),
+    "swapped": (
+        lambda: replace(pair(), source=pair().target, target=pair().source),
+        ["source", "source geometry", "target", "target geometry"],
+    ),
+    "other-tokenizer": (other_tokenizer, ["tokenizer"]),
+}
+
+
+def test_the_public_name_is_the_class() -> None:
+    assert kvbridge.Bridge is Bridge
+
+
+def test_is_loaded_for_its_own_pair(saved: Path) -> None:
+    assert same_bridge(Bridge.from_pretrained(saved, pair=pair()), bridge())
+    assert same_bridge(Bridge.from_pretrained(str(saved)), bridge())
+
+
+@pytest.mark.parametrize("case", OTHER_PAIRS)
+def test_refuses_another_pair_by_both_fingerprints(case: str, saved: Path) -> None:
+    make, parts = OTHER_PAIRS[case]
+    other = make()
+    with pytest.raises(PairMismatchError) as caught:
+        Bridge.from_pretrained(saved, pair=other)
+    mine, theirs = bridge().identity, other.identity()
+    differing = "; ".join(f"{part} {mine[part]} where this pair has {theirs[part]}" for part in parts)
+    assert str(caught.value) == (
+        f"this bridge was made for another pair: {differing}. Load the pair it names, or calibrate and fit anew."
+    )
+
+
+def test_refuses_another_pair_when_asked_later() -> None:
+    with pytest.raises(PairMismatchError, match=r"this bridge was made for another pair: tokenizer \w{16} where"):
+        bridge().require_pair(other_tokenizer())
+    bridge().require_pair(pair())
+
+
+# Fingerprint
+
+
+@pytest.mark.parametrize("name", ["slots", "weight", "bias"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("at", [0, -1], ids=["first", "last"])
+def test_the_fingerprint_follows_every_number(kind: str, name: str, at: int) -> None:
+    form = bridge().forms()[kind]
+    changed = form.tensors()[name].clone()
+    changed.view(-1)[at] += 1
+    assert replace(bridge(), **{kind: replace(form, **{name: changed})}).fingerprint() != bridge().fingerprint()
+
+
+def test_the_fingerprint_follows_the_pair_and_the_kinds() -> None:
+    others = [
+        replace(bridge(), identity=other_tokenizer().identity()),
+        replace(bridge(), keys=bridge().values, values=bridge().keys),
+    ]
+    assert len({made.fingerprint() for made in [bridge(), *others]}) == 3
+
+
+def test_the_fingerprint_leaves_evidence_and_storage_out() -> None:
+    strided = {
+        kind: replace(form, weight=form.weight.transpose(-1, -2).contiguous().transpose(-1, -2))
+        for kind, form in bridge().forms().items()
+    }
+    assert replace(bridge(), evidence={}, calibration={}, **strided).fingerprint() == bridge().fingerprint()
+    assert len(bridge().fingerprint()) == 16
+
+
+def test_counts_its_parameters() -> None:
+    source, target = pair().source.geometry, pair().target.geometry
+    inputs = 2 * source.kv_heads * source.head_dim
+    outputs = target.layers * target.kv_heads * target.head_dim
+    assert bridge().parameters() == 2 * (inputs + 1) * outputs
+
+
+def test_a_bridge_without_evidence_has_a_card(tmp_path: Path) -> None:
+    replace(bridge(), evidence={}, calibration={}).save_pretrained(tmp_path / "bridge")
+    card = (tmp_path / "bridge" / CARD).read_text()
+    assert "| held-out R² of keys, values | not measured |" in card
+    assert "| calibration | no rows, fingerprint None |" in card
+
+
+# Hub
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """What was asked of the hub, in order; `upload_folder` reads the folder at once, as it will be gone."""
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    def create_repo(_: HfApi, repo_id: str, **options: Any) -> str:
+        asked.append(("create", {"repo_id": repo_id, **options}))
+        return f"https://huggingface.co/{repo_id}"
+
+    def upload_folder(_: HfApi, **options: Any) -> str:
+        loaded = Bridge.from_pretrained(options["folder_path"])
+        files = {file.name for file in Path(options.pop("folder_path")).iterdir()}
+        asked.append(("upload", {**options, "loaded": loaded, "files": files}))
+        return f"https://huggingface.co/{options['repo_id']}/commit/1"
+
+    monkeypatch.setattr(HfApi, "create_repo", create_repo)
+    monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
+    return asked
+
+
+def test_is_pushed_whole_and_private_by_default(hub: list[tuple[str, dict[str, Any]]]) -> None:
+    assert bridge().push_to_hub("me/bridge") == "https://huggingface.co/me/bridge/commit/1"
+    (first, created), (second, uploaded) = hub
+    assert (first, second) == ("create", "upload")
+    assert created == {"repo_id": "me/bridge", "private": True, "exist_ok": True}
+    assert uploaded["files"] == {CARD, CONFIG, SUMS, WEIGHTS}
+    assert same_bridge(uploaded["loaded"], bridge())
+
+
+def test_is_pushed_in_public_to_a_revision_when_asked(hub: list[tuple[str, dict[str, Any]]]) -> None:
+    bridge().push_to_hub("me/bridge", private=False, revision="v2")
+    assert hub[0][1]["private"] is False
+    assert hub[-1][1]["revision"] == "v2"
+
+
+def test_a_bridge_that_is_not_finite_is_not_pushed(hub: list[tuple[str, dict[str, Any]]]) -> None:
+    spoilt = random_bridge(pair())
+    spoilt.keys.bias[0, 0, 0] = float("nan")
+    with pytest.raises(ArtifactError, match=r"'keys\.bias' holds NaN"):
+        spoilt.push_to_hub("me/bridge")
+    assert hub == []
+
+
+def test_is_loaded_from_the_hub_without_anything_else(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def snapshot_download(repo_id: str, **options: Any) -> str:
+        asked.append((repo_id, options))
+        return str(saved)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert same_bridge(Bridge.from_pretrained("me/bridge", pair=pair(), revision="v2"), bridge())
+    assert asked == [("me/bridge", {"revision": "v2", "allow_patterns": [CONFIG, WEIGHTS, SUMS, CARD]})]
+
+
+@pytest.mark.parametrize("location", ["me/bridge", "bridge", "a/b/c", "./nothing", "", " ", "me/bri\0dge"])
+def test_refuses_a_name_that_is_neither_folder_nor_reachable(
+    location: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArtifactError) as caught:
+        Bridge.from_pretrained(location)
+    assert str(caught.value).startswith(location or ".")
+    assert "\n" not in str(caught.value)
+    assert "bridge folder" in str(caught.value) or "SHA256SUMS" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(), ConnectionError("no route\nto host"), LocalEntryNotFoundError("not cached\n\nand offline")]
+)
+def test_whatever_the_hub_answers_is_one_sentence(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshot_download(*_: Any, **__: Any) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(ArtifactError, match=r"\Ame/bridge: neither a bridge folder nor a hub repository[^\n]*\Z"):
+        Bridge.from_pretrained("me/bridge")

@@ -1,0 +1,132 @@
+"""Every YAML of the installed package composes into the objects it describes, and a typo in any group is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_module
+from hydra.errors import ConfigCompositionException
+from omegaconf import DictConfig, OmegaConf
+
+from kvbridge.calibration import CalibrationConfig
+from kvbridge.cli.commands import Settings
+from kvbridge.cli.settings import PairConfig, register
+from kvbridge.errors import KVBridgeError
+from kvbridge.eval import EvalConfig
+from kvbridge.mappers import Mapper, Ridge, available
+from kvbridge.plan import HandoffPlan
+
+ROOT = Path(str(files("kvbridge.configs")))
+YAML = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.yaml"))
+GROUPS: dict[str, Any] = {
+    "pair": PairConfig,
+    "mapper": Mapper,
+    "plan": HandoffPlan,
+    "calibration": CalibrationConfig,
+    "eval": EvalConfig,
+}
+
+
+@pytest.fixture(autouse=True)
+def _hydra() -> Iterator[None]:
+    register()
+    with initialize_config_module("kvbridge.configs", version_base="1.3"):
+        yield
+
+
+def composed(*overrides: str) -> DictConfig:
+    return compose("config", list(overrides))
+
+
+def chosen(path: Path) -> list[str]:
+    """The override that selects a YAML file; none for the root."""
+    return [f"{path.parent.as_posix()}={path.stem}"] if path.parent != Path() else []
+
+
+def leaves(value: Any, way: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from leaves(inner, (*way, key))
+    else:
+        yield ".".join(way), value
+
+
+def test_every_yaml_is_seen() -> None:
+    assert {"config.yaml", "plan/default.yaml", "experiment/published_ridge.yaml"} <= {path.as_posix() for path in YAML}
+
+
+@pytest.mark.parametrize("path", YAML, ids=str)
+def test_composes_into_objects(path: Path) -> None:
+    settings = Settings.of(composed(*chosen(path), "calibration.corpus=a.txt", "eval.corpus=b.txt"))
+    for name, kind in GROUPS.items():
+        assert isinstance(getattr(settings, name), kind)
+    assert settings.plain["mapper"]["name"] == settings.mapper.name
+    assert settings.calibration_folder == settings.out / "calibration"
+
+
+@pytest.mark.parametrize("path", YAML, ids=str)
+def test_what_a_yaml_says_is_what_comes_out(path: Path) -> None:
+    said: Any = OmegaConf.to_container(OmegaConf.load(ROOT / path), resolve=False) or {}
+    is_global = path.parent == Path() or "# @package _global_" in (ROOT / path).read_text()
+    package = "" if is_global else f"{path.parent.as_posix().replace('/', '.')}."
+    config = compose("config", chosen(path), return_hydra_config=True)
+    for key in ("defaults", "out"):
+        said.pop(key, None)
+    for place, value in leaves(said):
+        if place:
+            assert OmegaConf.select(config, package + place, throw_on_missing=False) == value, place
+
+
+@pytest.mark.parametrize("name", available())
+def test_every_mapper_is_an_option(name: str) -> None:
+    settings = Settings.of(composed(f"mapper={name}"))
+    assert settings.mapper == available()[name]()
+    assert settings.plain["mapper"]["name"] == name
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_typo_in_a_group_is_an_error(group: str) -> None:
+    with pytest.raises(ConfigCompositionException, match=rf"Could not override '{group}\.typo'"):
+        composed(f"{group}.typo=1")
+    with pytest.raises(KVBridgeError, match=rf"{group}\.typo"):
+        Settings.of(composed(f"+{group}.typo=1"))
+
+
+def test_a_typo_at_the_root_is_an_error() -> None:
+    with pytest.raises(ConfigCompositionException, match="Could not override 'moment'"):
+        composed("moment=x")
+    with pytest.raises(KVBridgeError, match="moment"):
+        Settings.of(composed("+moment=x"))
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_setting_is_explained(group: str) -> None:
+    kinds = available().values() if group == "mapper" else [GROUPS[group]]
+    for kind in kinds:
+        assert is_dataclass(kind)
+        explained = "".join(parent.__doc__ or "" for parent in kind.__mro__)
+        assert [field.name for field in fields(kind) if f"    {field.name}: " not in explained] == []
+
+
+def test_the_published_recipe() -> None:
+    settings = Settings.of(composed("experiment=published_ridge"))
+    assert settings.mapper == Ridge(k=8, first_positions="included")
+    assert settings.plan == HandoffPlan(sinks=0, native_head=None, native_tail=1)
+
+
+def test_an_override_beats_an_experiment() -> None:
+    settings = Settings.of(composed("experiment=published_ridge", "mapper.k=2", "plan=exact_sinks"))
+    assert (settings.mapper.k, settings.mapper.first_positions) == (2, "included")
+    assert settings.plan == HandoffPlan(sinks=4, native_head=None, native_tail=1)
+
+
+def test_folders_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    settings = Settings.of(composed("out='~/run'", "moments='~/moments'"))
+    assert settings.out == Path("/home/me/run")
+    assert settings.calibration_folder == Path("/home/me/moments")
