@@ -33,7 +33,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelPair, dict[st
     source, target = save_pair(pair, folder)
     random_bridge(pair).save_pretrained(folder / "bridge")
     named = {"path/to/source": source, "path/to/target": target}
-    named |= {"path/to/bridge": folder / "bridge", "runs/first/bridge": folder / "bridge"}
+    named |= {"path/to/bridge": folder / "bridge"}
     return pair, {placeholder: str(place) for placeholder, place in named.items()}
 
 

@@ -17,7 +17,7 @@ from kvbridge.bridge import Bridge, bridge_bytes
 from kvbridge.cli.settings import PairConfig
 from kvbridge.errors import UsageError
 from kvbridge.fingerprint import digest
-from kvbridge.pair import EMBEDDED, ModelPair
+from kvbridge.pair import ModelPair
 from kvbridge.plan import HandoffPlan
 
 
@@ -51,23 +51,12 @@ class Settings:
         groups: dict[str, Any] = {name: OmegaConf.to_object(config[name]) for name in names}
         plain: Any = OmegaConf.to_container(config, resolve=True)
         plain["mapper"] = {"name": groups["mapper"].name} | plain["mapper"]
-        _check_text(groups)
         moments = Path(config.moments).expanduser() if config.moments else None
         return cls(**groups, out=Path(config.out).expanduser(), moments=moments, bridge=config.bridge, plain=plain)
 
     @property
     def calibration_folder(self) -> Path:
         return self.moments or self.out / "calibration"
-
-
-def _check_text(groups: dict[str, Any]) -> None:
-    """Refuse the embedded pair's text for other models: it is a language of its own."""
-    for name in ("calibration", "eval"):
-        if groups[name].corpus == EMBEDDED and groups["pair"].source != EMBEDDED:
-            raise UsageError(
-                f"{name}.corpus={EMBEDDED} is the embedded pair's text, and pair.source={groups['pair'].source}; "
-                f"add pair=local and give {name}.corpus=FILE."
-            )
 
 
 def _refuse_additions(group: str, node: DictConfig) -> None:
