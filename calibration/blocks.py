@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import tempfile
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from kvbridge.calibration.corpus import Corpus
 from kvbridge.errors import CorpusError, UsageError
 
 SPLITS = ("fit", "held_out")
+MOST_TOKENS = 10**11
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -56,17 +56,21 @@ def _pieces(
     probe = encode(tokenizer, "a")
     prefix = probe[: len(probe) - len(tokenizer("a", add_special_tokens=False)["input_ids"])]
     fresh = block - len(prefix)
-    for turn in itertools.count():
-        number, found = -1, 0
+    spans: list[tuple[int, int]] = []
+    with tempfile.TemporaryFile() as stored:
         for _, text in corpus.shuffled(seed):
             ids = encode(tokenizer, text)[len(prefix) :]
-            number += len(ids) >= fresh
-            piece = ids[turn * fresh : (turn + 1) * fresh]
-            if len(piece) == fresh:
-                found += 1
-                yield number, prefix + piece
-        if found == 0:
-            return
+            if len(ids) >= fresh:
+                spans.append((stored.tell(), len(ids)))
+                stored.write(np.asarray(ids, dtype=np.int32).tobytes())
+                yield len(spans) - 1, prefix + ids[:fresh]
+        # Later blocks come from the tokens on disk: no text is tokenised twice.
+        for turn in range(1, max((length for _, length in spans), default=0) // fresh):
+            for number, (start, length) in enumerate(spans):
+                if length >= (turn + 1) * fresh:
+                    stored.seek(start + turn * fresh * np.dtype(np.int32).itemsize)
+                    piece = np.frombuffer(stored.read(fresh * np.dtype(np.int32).itemsize), dtype=np.int32)
+                    yield number, prefix + piece.tolist()
 
 
 def draw_blocks(
@@ -89,12 +93,14 @@ def draw_blocks(
         UsageError: a number is out of range.
         CorpusError: the corpus has too few long enough documents.
     """
-    if not 0 <= held_out < 1:
-        raise UsageError(f"calibration.held_out={held_out}: expected a share from 0 up to, not including, 1.")
-    if block < 16 or tokens < block:
+    if held_out and not 1e-4 <= held_out < 1:
         raise UsageError(
-            f"calibration.tokens={tokens} with calibration.block={block}: expected blocks of 16 tokens or more and at "
-            "least one block of tokens."
+            f"calibration.held_out={held_out}: expected 0, or a share from 0.0001 up to, not including, 1."
+        )
+    if block < 16 or not block <= tokens <= MOST_TOKENS:
+        raise UsageError(
+            f"calibration.tokens={tokens} with calibration.block={block}: expected blocks of 16 tokens or more, and "
+            f"between one block and {MOST_TOKENS:,} tokens."
         )
     wanted = {"fit": tokens // block, "held_out": math.ceil(tokens // block * held_out)}
     period = round(1 / held_out) + 1 if held_out else 0
@@ -116,5 +122,5 @@ def draw_blocks(
     raise CorpusError(
         f"corpus {corpus.name} gives {drawn['fit']} fit and {drawn['held_out']} held-out blocks of {block} tokens; "
         f"calibration.tokens={tokens} needs {wanted['fit']} and {wanted['held_out']}. "
-        "Give more text, fewer tokens or a shorter block."
+        "Give more text (a .txt file is one document), fewer tokens or a shorter block."
     )

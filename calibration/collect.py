@@ -173,7 +173,7 @@ def calibrate(
         return moments
     state = process_state()
     shard, shards = parse_shard(config.shard, state.process_index, state.num_processes)
-    finished = finished_shards(out) if config.shard is None else 0
+    finished = finished_shards(out) if config.shard is None and shards == 1 else 0
     # No process may merge, and so delete shards, before all have looked.
     state.wait_for_everyone()
     if not finished:
@@ -182,7 +182,9 @@ def calibrate(
         )
         path = final if shards == 1 else shard_path(out, shard, shards)
         out.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
+        if path.exists():
+            require_same(CalibrationMoments.load(path).info["identity"], wanted, path)
+        else:
             collector = _Collector(pair, config, wanted, blocks, path)
             moments = collector.finish(collector.run(drawn, shard, shards))
             if shards == 1:

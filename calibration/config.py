@@ -44,6 +44,8 @@ class CalibrationConfig(CorpusConfig):
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
             raise UsageError(f"calibration.precision={self.precision}: expected one of {', '.join(PRECISIONS)}.")
+        if self.seed < 0:
+            raise UsageError(f"calibration.seed={self.seed}: expected 0 or more.")
         if self.batch < 1:
             raise UsageError(f"calibration.batch={self.batch}: expected 1 or more blocks per forward pass.")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,17 @@ def merge_shards(out: Path, wanted: dict[str, Any], shards: int, final: Path) ->
 
 
 def finished_shards(out: Path) -> int:
-    """How many shards a complete set in `out` has; 0 without one."""
-    counts = [int(path.stem.rsplit("-", 1)[1]) for path in out.glob("moments-*-of-*.safetensors")]
-    return next((count for count in sorted(set(counts)) if counts.count(count) == count), 0)
+    """How many shards a complete set in `out` has; 0 where there is none at all.
+
+    Raises:
+        CalibrationError: some shards are there and some are missing.
+    """
+    matches = [re.fullmatch(r"moments-\d{5}-of-(\d{5})\.safetensors", path.name) for path in out.glob("moments-*-of-*")]
+    counts = [int(match[1]) for match in matches if match]
+    complete = [count for count in sorted(set(counts)) if counts.count(count) == count]
+    if counts and not complete:
+        raise CalibrationError(
+            f"{out} holds {len(counts)} of {counts[0]} shards; collect the missing ones with "
+            f"calibration.shard=i/{counts[0]}, or delete these."
+        )
+    return complete[0] if complete else 0

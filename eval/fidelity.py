@@ -46,10 +46,12 @@ class EvalConfig(CorpusConfig):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.rollout < 1 or self.samples < 0 or self.resamples < 100:
+        if self.seed < 0:
+            raise UsageError(f"eval.seed={self.seed}: expected 0 or more.")
+        if self.rollout < 1 or self.samples < 0 or not 100 <= self.resamples <= 100_000:
             raise UsageError(
                 f"eval.rollout={self.rollout}, eval.samples={self.samples}, eval.resamples={self.resamples}: "
-                "expected at least 1, 0 and 100."
+                "expected at least 1, at least 0, and 100 to 100,000."
             )
 
 
@@ -132,12 +134,13 @@ class _PartialResults:
     def load(self) -> list[dict[str, Any]]:
         if not self.path.exists():
             return []
-        lines = self.path.read_text().splitlines()
+        lines = self.path.read_text(errors="replace").splitlines()
         try:
             header, records = json.loads(lines[0]), [json.loads(line) for line in lines[1:]]
         except (IndexError, json.JSONDecodeError):
             # A kill in the middle of a line loses that document only.
             header, records = self._salvage(lines)
+        header = header if isinstance(header, dict) else {}
         if header != self.identity:
             differing = sorted(key for key in self.identity if header.get(key) != self.identity[key])
             raise UsageError(

@@ -87,6 +87,10 @@ def identity_gate(model: KVModel, input_ids: Int[Tensor, "1 T"], plan: HandoffPl
         raise UsageError(
             f"{input_ids.shape[1]} tokens; the gate compares the last {CONTINUATION} after a prompt of two or more."
         )
+    if plan.split(input_ids.shape[1] - CONTINUATION).carried == 0:
+        raise UsageError(
+            f"{input_ids.shape[1]} tokens leave nothing to carry under {plan}; the gate would prove nothing."
+        )
     input_ids = input_ids.to(model.device)
     prompt, gold = input_ids[:, :-CONTINUATION], input_ids[:, -CONTINUATION:]
     native = read_prompt(model, prompt)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -93,15 +94,24 @@ def cost_table(results: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def reproduce(results: dict[str, Any]) -> str:
-    """The command that repeats the run, with every setting that is not a default path."""
+    """The command that repeats the run, with every setting that it read."""
     settings = results["run"]["settings"]
     words = ["kvbridge run"]
-    for group in ("pair", "mapper", "plan", "calibration", "eval"):
+    groups = ["pair", "plan", "calibration", "eval"]
+    if settings.get("bridge"):
+        words = ["kvbridge eval", f"bridge={shlex.quote(settings['bridge'])}"]
+        groups.remove("calibration")
+    elif settings.get("moments"):
+        words.append(f"moments={shlex.quote(settings['moments'])}")
+        groups.remove("calibration")
+    if not settings.get("bridge"):
+        mapper = results["mapper"]
+        words.append(f"mapper={mapper['name']}")
+        words += [f"mapper.{name}={value}" for name, value in mapper.items() if name != "name"]
+    for group in groups:
         for name, value in settings[group].items():
-            if name == "name":
-                words.append(f"{group}={value}")
-            elif value is not None and value != "":
-                words.append(f"{group}.{name}={value}")
+            if value is not None and value != "":
+                words.append(shlex.quote(f"{group}.{name}={value}"))
             elif (group, name) == ("plan", "native_head"):
                 words.append("plan.native_head=null")
     return " \\\n  ".join([*words, "out=DIR"])

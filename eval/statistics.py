@@ -28,9 +28,10 @@ def gap_interval(source: list[float], arm: list[float], native: list[float], dra
     """
     by_document = np.stack([np.asarray(source), np.asarray(arm), np.asarray(native)])
     resampled = by_document[:, draws].mean(axis=2)
-    gap_low = float(np.percentile(resampled[0] - resampled[2], 2.5))
+    gap_low, gap_high = np.percentile(resampled[0] - resampled[2], (2.5, 97.5))
     if gap_low <= 0:
-        reason = "the source's NLL is within noise of the target's on these documents"
+        noise, better = "the source's NLL is within noise of the target's", "the source is better than the target"
+        reason = f"{better if gap_high < 0 else noise} on these documents"
         return {"mean": None, "ci95": None, "n": len(source), "reason": reason}
     low, high = np.percentile(gap_recovered(resampled[0], resampled[1], resampled[2]), (2.5, 97.5))
     mean = gap_recovered(*by_document.mean(axis=1))

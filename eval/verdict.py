@@ -55,9 +55,15 @@ def _headline(results: dict[str, Any]) -> Finding:
             f"between the small and the large model (95 % interval {low} to {high}), at {share} of the large model's "
             "prefill.",
         )
-    tone = "good" if gap["ci95"][0] > 0 else "plain"
+    if gap["ci95"][0] <= 0:
+        return Finding(
+            "plain",
+            f"The mapped cache cannot be told apart from the small model alone: it recovers {percent(gap['mean'])} "
+            f"of the gap between the small and the large model (95 % interval {low} to {high}), at {share} of the "
+            "large model's prefill.",
+        )
     return Finding(
-        tone,
+        "good",
         f"The mapped cache recovers {percent(gap['mean'])} of the gap between the small and the large model "
         f"(95 % interval {low} to {high}), at {share} of the large model's prefill.",
     )

@@ -199,10 +199,10 @@ def hand_off(
         PlanError: the prompt is empty or the plan leaves no layer to map.
     """
     split = plan.split(input_ids.shape[1])
-    if source_states.tokens < split.carried_stop:
+    if source_states.tokens != split.prompt_length:
         raise CacheError(
-            f"the source has read {source_states.tokens} tokens; "
-            f"the plan carries positions up to {split.carried_stop - 1}."
+            f"the source has read {source_states.tokens} tokens and the prompt has {split.prompt_length}; "
+            "both must be the same text."
         )
     seconds: dict[str, float] = {}
     carried = None

@@ -7,6 +7,7 @@ heads and over keys and values.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -73,7 +74,7 @@ class Ridge:
         ):
             if given not in allowed:
                 raise UsageError(f"mapper.{option}={given}: expected one of {', '.join(allowed)}.")
-        if self.k < 1 or not self.penalty >= 0:
+        if self.k < 1 or not 0 <= self.penalty < math.inf:
             raise UsageError(f"mapper.k={self.k}, mapper.penalty={self.penalty:g}: expected k ≥ 1 and λ ≥ 0.")
 
     def blocks(self) -> frozenset[MomentBlock]:

@@ -138,7 +138,7 @@ def test_an_appended_eos_token_is_left_out(corpus: Corpus) -> None:
 def test_refuses_too_little_text_with_the_counts(corpus: Corpus) -> None:
     sentence = (
         rf"^corpus {corpus.name} gives (\d+) fit and (\d) held-out blocks of 16 tokens; calibration\.tokens=800 needs "
-        r"50 and 3\. Give more text, fewer tokens or a shorter block\.$"
+        r"50 and 3\. Give more text \(a \.txt file is one document\), fewer tokens or a shorter block\.$"
     )
     with pytest.raises(CorpusError, match=sentence) as caught:
         draw_blocks(corpus, byte_tokenizer(), tokens=800, block=BLOCK, held_out=0.05, seed=1)
@@ -154,7 +154,7 @@ def test_refuses_documents_that_are_all_too_short(corpus: Corpus) -> None:
 
 @pytest.mark.parametrize("held_out", [-0.1, 1.0])
 def test_refuses_an_impossible_share(corpus: Corpus, held_out: float) -> None:
-    with pytest.raises(UsageError, match=rf"calibration\.held_out={held_out}: expected a share from 0 up to"):
+    with pytest.raises(UsageError, match=rf"calibration\.held_out={held_out}: expected 0, or a share from 0\.0001"):
         draw(corpus, 2, held_out)
 
 

@@ -190,9 +190,19 @@ def test_shards_in_any_order_merge_into_the_same(
 
 def test_a_shard_alone_is_not_merged(pair: ModelPair, corpus: Path, tmp_path: Path, usual: CalibrationMoments) -> None:
     calibrate(pair, settings_of(corpus, shard="1/3"), BLOCKS, tmp_path)
+    with pytest.raises(CalibrationError, match=r"holds 1 of 3 shards; collect the missing ones"):
+        calibrate(pair, settings_of(corpus), BLOCKS, tmp_path)
+    for path in tmp_path.glob("moments-*"):
+        path.unlink()
     whole = calibrate(pair, settings_of(corpus), BLOCKS, tmp_path)
     assert whole is not None
     assert_same_bits(whole, usual)
+
+
+def test_a_finished_shard_of_other_settings_is_refused(pair: ModelPair, corpus: Path, tmp_path: Path) -> None:
+    calibrate(pair, settings_of(corpus, shard="0/2"), BLOCKS, tmp_path)
+    with pytest.raises(CalibrationError, match=r"calibration\.seed"):
+        calibrate(pair, settings_of(corpus, shard="0/2", seed=9), BLOCKS, tmp_path)
 
 
 @pytest.mark.parametrize("shard", ["2/2", "1", "-1/2", "a/b", "1/2/3", ""])

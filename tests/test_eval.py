@@ -465,3 +465,9 @@ def test_the_shifted_control_moves_positions_only(bench: Bench, monkeypatch: pyt
 def test_the_gate_refuses_a_text_without_a_prompt(bench: Bench) -> None:
     with pytest.raises(UsageError, match=rf"{CONTINUATION + 1} tokens; the gate compares the last {CONTINUATION}"):
         identity_gate(bench.pair.target, bench.documents[0].prompt[:, : CONTINUATION + 1])
+
+
+def test_the_gate_refuses_a_plan_that_carries_nothing(bench: Bench) -> None:
+    ids = bench.documents[0].prompt[:, : CONTINUATION + 8]
+    with pytest.raises(UsageError, match=r"leave nothing to carry .* the gate would prove nothing"):
+        identity_gate(bench.pair.target, ids, HandoffPlan())

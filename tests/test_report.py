@@ -131,6 +131,14 @@ def test_verdict_of_a_map_worse_than_the_source() -> None:
     assert "further from the large model than the small model alone" in findings[1].text
 
 
+def test_verdict_of_a_map_as_good_as_the_source() -> None:
+    found = results()
+    found["arms"]["mapped"]["gap_recovered"] = {"mean": -0.1, "ci95": [-0.5, 0.3], "n": 9}
+    headline = verdict(found)[0]
+    assert headline.tone == "plain"
+    assert "cannot be told apart from the small model alone: it recovers -10 % of the gap" in headline.text
+
+
 def test_verdict_without_a_gap_says_so() -> None:
     findings = verdict(results(ARMS | {"source": (0.5, 1.0)}))
     assert findings[0].tone == "warning"
@@ -169,6 +177,24 @@ def test_pages_hold_every_arm_and_figure(tmp_path: Path) -> None:
     assert page.count("<summary>numbers</summary>") == 4
     assert "plan.native_head=null" in page
     assert "0.200" in twin or "0.220" in twin
+
+
+def test_the_command_of_an_evaluation_names_its_bridge(tmp_path: Path) -> None:
+    found = results()
+    found["run"]["settings"] |= {"bridge": "runs/first/bridge"}
+    _, twin = _write(tmp_path, found)
+    assert "kvbridge eval \\\n  bridge=runs/first/bridge" in twin
+    assert "mapper" not in twin.split("## Reproduce")[1].split("```")[1]
+    assert "calibration.corpus" not in twin
+
+
+def test_the_command_of_reused_moments_names_them_and_the_fitted_mapper(tmp_path: Path) -> None:
+    found = results()
+    found["run"]["settings"] |= {"moments": "runs/a b/calibration"}
+    found["mapper"] = {"name": "ridge", "k": 3}
+    _, twin = _write(tmp_path, found)
+    assert "moments='runs/a b/calibration'" in twin
+    assert "mapper.k=3" in twin
 
 
 def test_page_is_self_contained_and_its_ids_do_not_collide(tmp_path: Path) -> None:

@@ -54,6 +54,15 @@ class Settings:
         moments = Path(config.moments).expanduser() if config.moments else None
         return cls(**groups, out=Path(config.out).expanduser(), moments=moments, bridge=config.bridge, plain=plain)
 
+    def refuse(self, name: str) -> None:
+        """Refuse a setting that this command does not read.
+
+        Raises:
+            UsageError: it was given.
+        """
+        if getattr(self, name) is not None:
+            raise UsageError(f"{name}={getattr(self, name)} is not read by this command; leave it out.")
+
     @property
     def calibration_folder(self) -> Path:
         return self.moments or self.out / "calibration"
@@ -144,6 +153,8 @@ def _evaluate(
     mapping = FormMap.of(bridge)
     identity = {
         "pair": pair.identity(),
+        "dtype": f"{pair.source.dtype}/{pair.target.dtype}",
+        "device": str(pair.target.device),
         "bridge": bridge.fingerprint(),
         "plan": settings.plan.to_dict(),
         "corpus": corpus,
@@ -193,6 +204,7 @@ def _print_arms(results: dict[str, Any]) -> None:
 def run_command(config: DictConfig) -> None:
     """Calibrate, fit and evaluate."""
     settings, seconds = Settings.of(config), {}
+    settings.refuse("bridge")
     pair = settings.pair.load()
     _documents(settings, pair)
     with _timed(seconds, "calibrate"):
@@ -208,6 +220,7 @@ def run_command(config: DictConfig) -> None:
 def calibrate_command(config: DictConfig) -> None:
     """Collect the moments that the mapper asks for."""
     settings = Settings.of(config)
+    settings.refuse("bridge")
     moments = _calibrate(settings, settings.pair.load())
     if moments is not None:
         rows = {"/".join(key): part.rows for key, part in moments.sets.items()}
@@ -217,6 +230,7 @@ def calibrate_command(config: DictConfig) -> None:
 def fit_command(config: DictConfig) -> None:
     """Fit a map on finished moments."""
     settings = Settings.of(config)
+    settings.refuse("bridge")
     moments = settings.calibration_folder / "moments.safetensors"
     if not moments.is_file():
         raise UsageError(f"{moments}: no moments there; run `kvbridge calibrate` first, or give moments=DIR.")
@@ -242,7 +256,9 @@ def _bridge_location(settings: Settings) -> str:
 def eval_command(config: DictConfig) -> None:
     """Score a finished bridge."""
     settings = Settings.of(config)
+    settings.refuse("moments")
     location = _bridge_location(settings)
+    settings.plain["bridge"] = location
     unchecked = Bridge.from_pretrained(location)
     pair = settings.pair.load()
     unchecked.require_pair(pair)
