@@ -208,6 +208,22 @@ class CalibrationMoments:
             for key, value in named.items():
                 split, part, rest = key.split("/", 2)
                 sets.setdefault((split, part), {})[rest] = value
-            return cls({at: Moments.from_tensors(rows["/".join(at)], tensors) for at, tensors in sets.items()}, info)
-        except (SafetensorError, KeyError, ValueError) as error:
+            loaded = cls({at: Moments.from_tensors(rows["/".join(at)], tensors) for at, tensors in sets.items()}, info)
+            loaded._check()
+        except (SafetensorError, KeyError, ValueError, TypeError, AttributeError) as error:
             raise CalibrationError(f"{path} is damaged or holds no moments ({error}); calibrate again.") from error
+        return loaded
+
+    def _check(self) -> None:
+        """Raise `ValueError` where a part is missing, misshapen or not finite."""
+        if not isinstance(self.info.get("identity"), dict):
+            raise ValueError("no identity")
+        for at in ((split, part) for split in ("fit", "held_out") for part in PARTS):
+            moments = self.sets[at]
+            if not moments.mean or moments.mean.keys() != moments.square.keys():
+                raise ValueError(f"{'/'.join(at)} lacks a variable")
+            widths = {name: len(mean) for name, mean in moments.mean.items()}
+            if any(block.shape != (widths[a], widths[b]) for (a, b), block in moments.cross.items()):
+                raise ValueError(f"{'/'.join(at)} has a block of another shape")
+            if not all(torch.isfinite(tensor).all() for tensor in moments.tensors().values()):
+                raise ValueError(f"{'/'.join(at)} holds NaN or infinite numbers")

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from kvbridge.eval.gate import LIMITS
 from kvbridge.eval.statistics import mean_interval, resample
 
 RESAMPLES = 2000
-INJECTED_LIMITS = {"float32": 1e-6, "bfloat16": 5e-3, "float16": 5e-3}
+INJECTED_LIMITS = {str(dtype).removeprefix("torch."): limit for dtype, limit in LIMITS.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from kvbridge.calibration import CalibrationMoments, Moments
+from kvbridge.calibration.moments import PARTS
 from kvbridge.errors import CalibrationError
 
 WIDTHS = {"source.keys": 5, "source.values": 3, "target.keys": 4}
@@ -232,4 +235,38 @@ def test_refuses_a_damaged_file(calibration: CalibrationMoments, tmp_path: Path,
     with pytest.raises(
         CalibrationError, match=r"moments\.safetensors is damaged or holds no moments \(.+\); calibrate"
     ):
+        CalibrationMoments.load(path)
+
+
+def _drop_mean(named: dict[str, torch.Tensor]) -> None:
+    del named["fit/rest/mean/a"]
+
+
+def _spoil(named: dict[str, torch.Tensor]) -> None:
+    named["fit/rest/square/a"][0] = torch.nan
+
+
+def _drop_set(named: dict[str, torch.Tensor]) -> None:
+    for key in [key for key in named if key.startswith("held_out/first/")]:
+        del named[key]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [(_drop_mean, "fit/rest lacks a variable"), (_spoil, "fit/rest holds NaN"), (_drop_set, "held_out")],
+    ids=["no-mean", "nan", "no-set"],
+)
+def test_moments_that_lost_a_part_are_refused(
+    tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], None], reason: str
+) -> None:
+    sets = {(split, part): Moments.zeros({"a": 2}, [("a", "a")]) for split in ("fit", "held_out") for part in PARTS}
+    whole = CalibrationMoments(sets, {"identity": {}})
+    path = tmp_path / "moments.safetensors"
+    whole.save(path)
+    assert CalibrationMoments.load(path).sets.keys() == sets.keys()
+    with safe_open(path, "pt") as file:
+        named, metadata = {key: file.get_tensor(key) for key in file.keys()}, file.metadata()  # noqa: SIM118
+    change(named)
+    save_file(named, path, metadata=metadata)
+    with pytest.raises(CalibrationError, match=rf"damaged or holds no moments \(.*{reason}"):
         CalibrationMoments.load(path)
