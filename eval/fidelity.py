@@ -170,9 +170,6 @@ class _PartialResults:
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
-    def clear(self) -> None:
-        self.path.unlink(missing_ok=True)
-
 
 def evaluate(
     pair: ModelPair,

@@ -16,6 +16,15 @@ from kvbridge.geometry import KVGeometry
 RANK_CUTOFF = 1e-10
 
 
+def _equilibrated(
+    gram: Float[Tensor, "p p"], cross: Float[Tensor, "p q"]
+) -> tuple[Float[Tensor, "p p"], Float[Tensor, "p q"], Float[Tensor, "p"]]:
+    """Gram matrix with unit diagonal, cross products to match, and the spread of each input (1 for a constant one)."""
+    spread = gram.diagonal().sqrt()
+    spread = torch.where(spread > 0, spread, torch.ones_like(spread))
+    return gram / spread[:, None] / spread[None, :], cross / spread[:, None], spread
+
+
 def ridge_solve(
     gram: Float[Tensor, "p p"], cross: Float[Tensor, "p q"], penalty: float, scale: str
 ) -> Float[Tensor, "p q"]:
@@ -31,15 +40,10 @@ def ridge_solve(
     Raises:
         CalibrationError: the system is singular.
     """
-    diagonal = gram.diagonal()
     if scale == "correlation":
-        spread = diagonal.clamp_min(torch.finfo(torch.float64).tiny).sqrt()
-        spread = torch.where(diagonal > 0, spread, torch.ones_like(spread))
-        system = gram / spread[:, None] / spread[None, :]
-        right = cross / spread[:, None]
+        system, right, spread = _equilibrated(gram, cross)
     else:
-        spread = None
-        system, right = gram.clone(), cross
+        system, right, spread = gram.clone(), cross, None
     system.diagonal().add_(penalty)
     factor, failed = torch.linalg.cholesky_ex(system)
     if int(failed):
@@ -53,12 +57,11 @@ def ridge_solve(
 
 def explained_squares(gram: Float[Tensor, "p p"], cross: Float[Tensor, "p q"]) -> Float[Tensor, "q"]:
     """Sum of squares of each output that ordinary least squares on the inputs explains, whatever their rank."""
-    spread = gram.diagonal().sqrt()
-    spread = torch.where(spread > 0, spread, torch.ones_like(spread))
     # Equilibrated, so that neither the cut nor rounding depends on the inputs' units.
-    variances, directions = torch.linalg.eigh(gram / spread[:, None] / spread[None, :])
+    system, right, _ = _equilibrated(gram, cross)
+    variances, directions = torch.linalg.eigh(system)
     kept = variances > RANK_CUTOFF * variances[-1].clamp_min(torch.finfo(torch.float64).tiny)
-    projected = directions[:, kept].T @ (cross / spread[:, None])
+    projected = directions[:, kept].T @ right
     return (projected.square() / variances[kept, None]).sum(dim=0)
 
 

@@ -141,15 +141,21 @@ def _documents(settings: Settings, pair: ModelPair) -> tuple[Any, str]:
 
 
 def _evaluate(
-    settings: Settings, pair: ModelPair, bridge: Bridge, location: Path | None, seconds: dict[str, float]
-) -> dict[str, Any]:
+    settings: Settings,
+    pair: ModelPair,
+    bridge: Bridge,
+    scored: tuple[Any, str],
+    location: Path | None,
+    seconds: dict[str, float],
+) -> None:
+    """Score a bridge on what `_documents` gave, and write results and report."""
     from kvbridge.eval import build_results, evaluate, write_results
     from kvbridge.eval.arms import standard_arms
     from kvbridge.eval.report import write_report
     from kvbridge.eval.results import describe_run
     from kvbridge.kernels import FormMap
 
-    documents, corpus = _documents(settings, pair)
+    documents, corpus = scored
     mapping = FormMap.of(bridge)
     identity = {
         "pair": pair.identity(),
@@ -176,7 +182,6 @@ def _evaluate(
     _print_arms(results)
     page, _ = write_report(settings.out)
     print(f"report: {page}")
-    return results
 
 
 def _print_arms(results: dict[str, Any]) -> None:
@@ -206,7 +211,7 @@ def run_command(config: DictConfig) -> None:
     settings, seconds = Settings.of(config), {}
     settings.refuse("bridge")
     pair = settings.pair.load()
-    _documents(settings, pair)
+    scored = _documents(settings, pair)
     with _timed(seconds, "calibrate"):
         moments = _calibrate(settings, pair)
     if moments is None:
@@ -214,7 +219,7 @@ def run_command(config: DictConfig) -> None:
     with _timed(seconds, "fit"):
         bridge = _fit(settings, pair, moments)
     del moments
-    _evaluate(settings, pair, bridge, settings.out / "bridge", seconds)
+    _evaluate(settings, pair, bridge, scored, settings.out / "bridge", seconds)
 
 
 def calibrate_command(config: DictConfig) -> None:
@@ -263,7 +268,8 @@ def eval_command(config: DictConfig) -> None:
     pair = settings.pair.load()
     unchecked.require_pair(pair)
     folder = Path(location).expanduser()
-    _evaluate(settings, pair, unchecked, folder if folder.is_dir() else None, {})
+    scored = _documents(settings, pair)
+    _evaluate(settings, pair, unchecked, scored, folder if folder.is_dir() else None, {})
 
 
 def inspect_command(config: DictConfig) -> None:
