@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -49,6 +49,28 @@ class Reading:
         copied = compat.copy_cache(self.cache, self.model.model)
         following = self.model.extend(copied, tokens[:, :-1], self.position)
         return torch.cat((self.logits, following[0]))
+
+    def score(self, continuations: Sequence[Int[Tensor, "_"]]) -> list[tuple[float, bool]]:
+        """Log-likelihood of each continuation (at least one token), and whether greedy decoding would give it.
+
+        All continuations go through the model as one batch, so that forced choice costs one short forward pass.
+        """
+        device, width = self.model.device, max(map(len, continuations))
+        # Tokens beyond a shorter continuation are never seen by its own.
+        rows = torch.zeros(len(continuations), width, dtype=torch.long)
+        for row, continuation in zip(rows, continuations, strict=True):
+            row[: len(continuation)] = continuation
+        rows = rows.to(device)
+        logits = self.logits.expand(len(rows), -1)[:, None]
+        if width > 1:
+            copied = compat.copy_cache(self.cache, self.model.model, batch=len(rows))
+            logits = torch.cat((logits, self.model.extend(copied, rows[:, :-1], self.position)), dim=1)
+        chosen = logits.float().log_softmax(dim=-1).gather(-1, rows[..., None])[..., 0]
+        greedy = logits.argmax(dim=-1) == rows
+        return [
+            (float(chosen[at, : len(row)].sum()), bool(greedy[at, : len(row)].all()))
+            for at, row in enumerate(continuations)
+        ]
 
     def generate(self, count: int, vocabulary: int | None = None) -> tuple[Int[Tensor, "1 T"], Float[Tensor, "T V"]]:
         """Greedy continuation of `count` tokens below `vocabulary`, and the logits that predicted each."""
@@ -100,6 +122,25 @@ def strip_prompt(reading: Reading) -> ContentStates:
     """Content states of a reading; the time goes to its `strip` step."""
     with timed(reading.seconds, "strip", reading.model.device):
         return reading.model.content(reading.cache)
+
+
+def read_context(
+    pair: ModelPair, document: Document, other_prompt: Int[Tensor, "1 P"], other_states: ContentStates | None = None
+) -> Context:
+    """Both models' readings of a document, beside what the source made of another text.
+
+    Args:
+        pair: source and target.
+        document: what is read.
+        other_prompt: another text, of the same length as the document's prompt.
+        other_states: the source's content states of it, where they are at hand.
+    """
+    native, source = read_prompt(pair.target, document.prompt), read_prompt(pair.source, document.prompt)
+    source_states = strip_prompt(source)
+    if other_states is None:
+        other_states = strip_prompt(read_prompt(pair.source, other_prompt))
+    native_states = native.model.content(native.cache)
+    return Context(document, native, native_states, source, source_states, other_prompt, other_states)
 
 
 def _reading(target: KVModel, handoff: Handoff) -> Reading:

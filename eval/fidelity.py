@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 from kvbridge.calibration import CorpusConfig
 from kvbridge.errors import UsageError
-from kvbridge.eval.arms import Arm, Context, Reading, read_prompt, strip_prompt
+from kvbridge.eval.arms import Arm, Context, Reading, read_context, read_prompt, strip_prompt
 from kvbridge.eval.documents import Document
 from kvbridge.metrics import Fidelity, fidelity
 from kvbridge.pair import ModelPair
@@ -111,10 +111,9 @@ def _contexts(pair: ModelPair, documents: list[Document], skip: int) -> Iterator
     before = documents[skip - 1]
     other = strip_prompt(read_prompt(pair.source, before.prompt))
     for document in documents[skip:]:
-        native, source = read_prompt(pair.target, document.prompt), read_prompt(pair.source, document.prompt)
-        source_states = strip_prompt(source)
-        yield Context(document, native, native.model.content(native.cache), source, source_states, before.prompt, other)
-        before, other = document, source_states
+        context = read_context(pair, document, before.prompt, other)
+        yield context
+        before, other = document, context.source_states
 
 
 def _seconds(context: Context, readings: dict[str, Reading]) -> dict[str, float]:

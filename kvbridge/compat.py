@@ -136,13 +136,14 @@ def run_head(
     return [tensors for tensors in stored if tensors is not None]
 
 
-def copy_cache(cache: Cache, model: PreTrainedModel, length: int | None = None) -> DynamicCache:
-    """An independent growing cache with the first `length` tokens of `cache` (all by default)."""
+def copy_cache(cache: Cache, model: PreTrainedModel, length: int | None = None, batch: int = 1) -> DynamicCache:
+    """An independent growing cache with the first `length` tokens of `cache` (all by default), `batch` times over."""
     copied = empty_cache(model)
     for layer in range(len(cache.layers)):
         tensors = layer_tensors(cache, layer)
         if tensors is not None:
-            keys, values = (t[..., :length, :].clone() for t in tensors)
+            # `repeat` copies even once.
+            keys, values = (t[..., :length, :].repeat(batch, 1, 1, 1) for t in tensors)
             put_layer(copied, layer, keys, values)
     return copied
 

@@ -471,3 +471,16 @@ def test_the_gate_refuses_a_plan_that_carries_nothing(bench: Bench) -> None:
     ids = bench.documents[0].prompt[:, : CONTINUATION + 8]
     with pytest.raises(UsageError, match=r"leave nothing to carry .* the gate would prove nothing"):
         identity_gate(bench.pair.target, ids, HandoffPlan())
+
+
+def test_continuations_are_scored_as_if_each_were_forced_alone(bench: Bench) -> None:
+    reading = read_prompt(bench.pair.target, bench.documents[0].prompt)
+    greedy = reading.generate(4)[0][0]
+    continuations = [greedy, torch.tensor([7]), torch.tensor([9, 3, 11]), greedy[:2]]
+    before = reading.cache.get_seq_length()
+    scored = reading.score(continuations)
+    assert reading.cache.get_seq_length() == before
+    assert [is_greedy for _, is_greedy in scored] == [True, False, False, True]
+    for (log_likelihood, _), tokens in zip(scored, continuations, strict=True):
+        alone = reading.force(tokens[None]).log_softmax(-1).gather(-1, tokens[:, None]).sum()
+        assert log_likelihood == pytest.approx(alone.item(), abs=1e-4)
