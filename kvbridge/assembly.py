@@ -2,6 +2,10 @@
 
 positions in the cache   [ sinks | carried | tail ]        in this order, carried left out where nothing is carried
 one forward pass         [ sinks |         | tail ]        queries; each sees the cached positions up to its own
+
+A later hand-off of the same conversation goes on from what the target holds:
+
+positions in the cache   [ held …………………… | carried | tail ]     the tail alone is read
 """
 
 from __future__ import annotations
@@ -79,13 +83,26 @@ def _buffers(target: KVModel, batch: int, tokens: int) -> Tensor:
     return torch.zeros(shape, dtype=target.dtype, device=target.device)
 
 
-def _compute_head(target: KVModel, plan: HandoffPlan, buffers: Tensor, input_ids: Tensor) -> None:
-    """Write the exact keys and values of the plan's native head for everything before the tail."""
+def _hold(target: KVModel, buffers: Tensor, held: Cache, tokens: int) -> None:
+    """Write what the target holds already to the front of the cache."""
+    shape = (*buffers.shape[2:4], tokens, buffers.shape[5])
+    for layer in range(buffers.shape[1]):
+        tensors = compat.layer_tensors(held, layer)
+        if tensors is None or tensors[0].shape != shape or tensors[0].dtype != target.dtype:
+            found = "nothing" if tensors is None else f"{tuple(tensors[0].shape)}, {tensors[0].dtype}"
+            raise CacheError(f"the held cache has {found} at layer {layer}; expected {shape}, {target.dtype}.")
+        buffers[0, layer, ..., :tokens, :], buffers[1, layer, ..., :tokens, :] = tensors
+
+
+def _compute_head(target: KVModel, plan: HandoffPlan, buffers: Tensor, input_ids: Tensor, held: int) -> None:
+    """Write the keys and values of the plan's native head for everything between what is held and the tail."""
     if plan.native_head is None:
         return
-    for layer, (keys, values) in enumerate(compat.run_head(target.model, input_ids, plan.native_head)):
-        buffers[0, layer, ..., : input_ids.shape[1], :] = keys
-        buffers[1, layer, ..., : input_ids.shape[1], :] = values
+    layers = range(plan.native_head + 1)
+    past = [(buffers[0, layer, ..., :held, :], buffers[1, layer, ..., :held, :]) for layer in layers] if held else []
+    for layer, (keys, values) in enumerate(compat.run_head(target.model, input_ids, plan.native_head, past)):
+        buffers[0, layer, ..., held : keys.shape[-2], :] = keys[..., held:, :]
+        buffers[1, layer, ..., held : keys.shape[-2], :] = values[..., held:, :]
 
 
 def _inject(target: KVModel, buffers: Tensor, carried: ContentStates, layers: range, split: Split) -> None:
@@ -107,12 +124,12 @@ def _inject(target: KVModel, buffers: Tensor, carried: ContentStates, layers: ra
 
 
 def _forward(
-    target: KVModel, buffers: Tensor, input_ids: Tensor, held: Tensor, native: Tensor
+    target: KVModel, buffers: Tensor, input_ids: Tensor, kept: Tensor, native: Tensor
 ) -> tuple[DynamicCache, Tensor]:
-    """Run the native tokens (indices `native` of the cache, positions `held[native]`) over the slotted cache."""
-    positions = held[native]
+    """Run the native tokens (indices `native` of the cache, positions `kept[native]`) over the slotted cache."""
+    positions = kept[native]
     slotted = Cache(layers=[_SlottedLayer(keys, values, native) for keys, values in zip(*buffers, strict=True)])
-    mask = compat.causal_mask(positions, held, target.dtype)
+    mask = compat.causal_mask(positions, kept, target.dtype)
     with torch.no_grad():
         output = compat.run(
             target.model,
@@ -135,6 +152,7 @@ def assemble(
     carried: ContentStates | None,
     *,
     head_ids: Int[Tensor, "B T"] | None = None,
+    held: Cache | None = None,
 ) -> Handoff:
     """Build the target's cache for a prompt and read its sinks and tail.
 
@@ -143,38 +161,38 @@ def assemble(
         plan: what it computes natively.
         input_ids: the prompt.
         carried: target content states of the plan's mapped layers at the carried positions; `None` carries nothing,
-            and the tail sees only sinks and itself.
+            and the tail sees only what is held, the sinks and itself.
         head_ids: the prompt from which the native head is computed, where it is not `input_ids` (a control arm).
+        held: what the target's cache holds for the first tokens of the prompt, from an earlier hand-off and what it
+            has read since; left as it is.
 
     Raises:
-        CacheError: the carried states or `head_ids` do not fit, or a number is not finite.
-        PlanError: the prompt is empty or the plan leaves no layer to map.
+        CacheError: the carried states, `head_ids` or `held` do not fit, or a number is not finite.
+        PlanError: the prompt is empty, all of it is held, or the plan leaves no layer to map.
     """
-    split = plan.split(input_ids.shape[1])
+    tokens = compat.longest(held) if held is not None else 0
+    split = plan.split(input_ids.shape[1], tokens)
     head_ids = input_ids if head_ids is None else head_ids
     if head_ids.shape != input_ids.shape:
         raise CacheError(f"head_ids have shape {tuple(head_ids.shape)}, the prompt {tuple(input_ids.shape)}.")
     seconds: dict[str, float] = {}
-    if split.carried == 0:
-        with timed(seconds, "forward", target.device):
-            cache, logits = target.prefill(input_ids)
-        return Handoff(cache, logits[:, -1], split, split.prompt_length, seconds)
     start, stop, length = split.carried_start, split.carried_stop, split.prompt_length
-    sinks_and_tail = torch.cat((torch.arange(start), torch.arange(stop, length))).to(target.device)
-    if carried is None:
-        held = sinks_and_tail
-        native = torch.arange(len(held), device=target.device)
-        buffers = _buffers(target, input_ids.shape[0], len(held))
+    if carried is None or not split.carried:
+        kept = torch.cat((torch.arange(start), torch.arange(stop, length))).to(target.device)
+        native = torch.arange(tokens, len(kept), device=target.device)
     else:
-        held = torch.arange(length, device=target.device)
-        native = sinks_and_tail
-        buffers = _buffers(target, input_ids.shape[0], length)
+        kept = torch.arange(length, device=target.device)
+        native = torch.cat((kept[tokens:start], kept[stop:]))
+    buffers = _buffers(target, input_ids.shape[0], len(kept))
+    if held is not None:
+        _hold(target, buffers, held, tokens)
+    if carried is not None and split.carried:
         with timed(seconds, "head", target.device):
-            _compute_head(target, plan, buffers, head_ids[:, :stop])
+            _compute_head(target, plan, buffers, head_ids[:, tokens:stop], tokens)
         with timed(seconds, "inject", target.device):
             _inject(target, buffers, carried, plan.mapped_layers(target.geometry.layers), split)
     with timed(seconds, "forward", target.device):
-        cache, logits = _forward(target, buffers, input_ids, held, native)
+        cache, logits = _forward(target, buffers, input_ids, kept, native)
     return Handoff(cache, logits, split, length, seconds)
 
 
@@ -184,6 +202,8 @@ def hand_off(
     mapping: Map,
     source_states: ContentStates,
     input_ids: Int[Tensor, "B T"],
+    *,
+    held: Cache | None = None,
 ) -> Handoff:
     """Map a source's content states and give the result to the target.
 
@@ -193,12 +213,13 @@ def hand_off(
         mapping: from source to target content states.
         source_states: of the whole prompt, from `KVModel.content` of the source.
         input_ids: the prompt.
+        held: what the target's cache holds for the first tokens of the prompt; only what follows is mapped.
 
     Raises:
         CacheError: the source states do not cover the prompt, or the mapped states are unusable.
-        PlanError: the prompt is empty or the plan leaves no layer to map.
+        PlanError: the prompt is empty, all of it is held, or the plan leaves no layer to map.
     """
-    split = plan.split(input_ids.shape[1])
+    split = plan.split(input_ids.shape[1], compat.longest(held) if held is not None else 0)
     if source_states.tokens != split.prompt_length:
         raise CacheError(
             f"the source has read {source_states.tokens} tokens and the prompt has {split.prompt_length}; "
@@ -210,6 +231,6 @@ def hand_off(
         with timed(seconds, "map", target.device):
             span = source_states.span(split.carried_start, split.carried_stop)
             carried = mapping.apply(span, plan.mapped_layers(target.geometry.layers))
-    handoff = assemble(target, plan, input_ids, carried)
+    handoff = assemble(target, plan, input_ids, carried, held=held)
     handoff.seconds.update(seconds)
     return handoff

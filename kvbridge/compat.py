@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections.abc import Sequence
 from functools import cache as memoize
 from typing import Any, cast
 
@@ -103,9 +104,11 @@ class _HeadComplete(Exception):
 class _HeadCache(DynamicCache):
     """A cache that stops the forward pass as soon as layer `last` has its keys and values."""
 
-    def __init__(self, model: PreTrainedModel, last: int) -> None:
+    def __init__(self, model: PreTrainedModel, last: int, past: list[tuple[Tensor, Tensor]]) -> None:
         super().__init__(config=model.config)
         self.last = last
+        for layer, (keys, values) in enumerate(past):
+            put_layer(self, layer, keys, values)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -117,15 +120,21 @@ class _HeadCache(DynamicCache):
 
 
 def run_head(
-    model: PreTrainedModel, input_ids: Tensor, last: int, positions: Tensor | None = None
+    model: PreTrainedModel, input_ids: Tensor, last: int, past: Sequence[tuple[Tensor, Tensor]] = ()
 ) -> list[tuple[Tensor, Tensor]]:
-    """Exact keys and values `[B, H, T, D]` of layers `0 … last` for `input_ids [B, T]`, and no work beyond them.
+    """Keys and values `[B, H, P + T, D]` of layers `0 … last`, exact for exact `past`, and no work beyond them.
 
     Layer `last` costs its norm and its projections only, whatever the architecture: the cache ends the pass.
+
+    Args:
+        model: the transformer.
+        input_ids: tokens `[B, T]`.
+        last: the last layer wanted.
+        past: keys and values `[B, H, P, D]` of the same layers for the P tokens before, if there are any.
     """
-    cache = _HeadCache(model, last)
-    if positions is None:
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+    cache = _HeadCache(model, last, list(past))
+    held = past[0][0].shape[-2] if past else 0
+    positions = torch.arange(held, held + input_ids.shape[1], device=input_ids.device)
     with torch.no_grad(), contextlib.suppress(_HeadComplete):
         run(backbone(model), input_ids, cache, position_ids=positions[None])
     stored = [layer_tensors(cache, layer) for layer in range(last + 1)]

@@ -25,14 +25,16 @@ class Split:
     """How a plan divides a prompt of `prompt_length` tokens: sinks, carried tokens, tail.
 
     Attributes:
-        carried_start: first carried position, which is also the number of sink tokens.
+        carried_start: first carried position; sinks, and what an earlier hand-off left, lie before it.
         carried_stop: one past the last carried position, which is also the first tail position.
         prompt_length: `T`.
+        held: first tokens that the target's cache holds already.
     """
 
     carried_start: int
     carried_stop: int
     prompt_length: int
+    held: int = 0
 
     @property
     def carried(self) -> int:
@@ -42,7 +44,7 @@ class Split:
     @property
     def native(self) -> int:
         """How many tokens the target reads itself, through all layers."""
-        return self.prompt_length - self.carried
+        return self.prompt_length - self.carried - self.held
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +76,24 @@ class HandoffPlan:
                 "give 1 or more."
             )
 
-    def split(self, prompt_length: int) -> Split:
+    def split(self, prompt_length: int, held: int = 0) -> Split:
         """Divide a prompt; one that is too short to carry anything is all tail.
 
+        Args:
+            prompt_length: `T`.
+            held: first tokens that the target's cache holds already.
+
         Raises:
-            PlanError: the prompt is empty.
+            PlanError: the prompt is empty, or all of it is held.
         """
         if prompt_length < 1:
             raise PlanError("the prompt is empty; a hand-off needs at least one token.")
-        stop = prompt_length - self.native_tail
-        if stop <= self.sinks:
-            return Split(0, 0, prompt_length)
-        return Split(self.sinks, stop, prompt_length)
+        if not 0 <= held < prompt_length:
+            raise PlanError(f"the target holds {held} tokens of a prompt of {prompt_length}; nothing is left to read.")
+        start, stop = max(self.sinks, held), prompt_length - self.native_tail
+        if stop <= start:
+            return Split(held, held, prompt_length, held)
+        return Split(start, stop, prompt_length, held)
 
     def mapped_layers(self, layers: int) -> range:
         """The target layers that a map must supply.

@@ -273,3 +273,32 @@ def test_hand_off_refuses_a_source_that_has_read_another_length(tokens: int) -> 
     states = model.content(model.read(random_ids(tokens)))
     with pytest.raises(CacheError, match=rf"source has read {tokens} tokens and the prompt has {TOKENS}"):
         hand_off(model, PLANS["usual"], Recorder(), states, ids)
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_second_hand_off_goes_on_from_what_the_target_holds(architecture: str, plan: HandoffPlan) -> None:
+    model, ids, turn = kv_model(architecture), random_ids(TOKENS), 24
+    first = assemble(model, plan, ids[:, :turn], native_states(model, plan, ids[:, :turn]))
+    split, layers = plan.split(TOKENS, held=turn), plan.mapped_layers(model.geometry.layers)
+    assert (split.held, split.carried_start) == (turn, turn)
+    states = model.content(model.read(ids)).span(split.carried_start, split.carried_stop)
+    carried = replace(states, keys=states.keys[layers.start :], values=states.values[layers.start :])
+    second = assemble(model, plan, ids, carried, held=first.cache)
+    cache, logits = model.prefill(ids)
+    torch.testing.assert_close(second.logits, logits[:, -1], rtol=0, atol=2e-5)
+    assert_same_cache(second.cache, cache)
+    assert first.cache.get_seq_length() == turn
+    nothing = assemble(model, HandoffPlan(native_tail=TOKENS - turn), ids, None, held=first.cache)
+    torch.testing.assert_close(nothing.logits, logits[:, -1], rtol=0, atol=2e-5)
+
+
+def test_an_unusable_held_cache_is_refused() -> None:
+    model, plan, ids = kv_model("llama"), PLANS["usual"], random_ids(TOKENS)
+    whole = model.read(ids)
+    with pytest.raises(PlanError, match="nothing is left to read"):
+        assemble(model, plan, ids, None, held=whole)
+    short = compat.copy_cache(whole, model.model, 24)
+    short.layers[1].keys = short.layers[1].keys[:, :, :-1]
+    with pytest.raises(CacheError, match="at layer 1; expected"):
+        assemble(model, plan, ids, None, held=short)
