@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jaxtyping import Int
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -49,6 +50,12 @@ class _Progress:
 
     moments: CalibrationMoments
     batches: int
+
+
+def _next_of_split(drawn: BlockSet, number: int) -> int:
+    """The block after `number` that belongs to the same split, cyclically; another document's, where there are two."""
+    after = np.roll(drawn.split == drawn.split[number], -number - 1)
+    return int((number + 1 + after.argmax()) % len(drawn))
 
 
 class _Collector:
@@ -109,11 +116,11 @@ class _Collector:
         return batches
 
     def _add(self, moments: CalibrationMoments, drawn: BlockSet, batch: list[int]) -> None:
-        input_ids = drawn.batch(batch)
         split = SPLITS[drawn.split[batch[0]]]
+        other = batch if self.config.pairing == "same" else [_next_of_split(drawn, number) for number in batch]
         states = {
-            "source": _read_states(self.pair.source, input_ids),
-            "target": _read_states(self.pair.target, input_ids),
+            "source": _read_states(self.pair.source, drawn.batch(batch)),
+            "target": _read_states(self.pair.target, drawn.batch(other)),
         }
         spans = {"first": (0, FIRST_POSITIONS), "rest": (FIRST_POSITIONS, self.config.block)}
         for part, (start, stop) in spans.items():

@@ -15,6 +15,7 @@ from kvbridge.errors import CalibrationError, UsageError
 from kvbridge.pair import ModelPair
 
 PRECISIONS = {"float32": torch.float32, "float64": torch.float64}
+PAIRINGS = ("same", "shuffled")
 
 
 @dataclass
@@ -29,6 +30,8 @@ class CalibrationConfig(CorpusConfig):
         batch: blocks per forward pass.
         precision: of the products within one batch (`float32` or `float64`); sums over batches are always fp64.
         checkpoint_seconds: time between checkpoints.
+        pairing: `same` reads each block with both models; `shuffled`, a control, gives the target another document's
+            block, so that nothing but averages can be learned.
         shard: `i/n` collects the i-th of n parts only; without it complete shards are merged, or all is collected.
     """
 
@@ -39,11 +42,14 @@ class CalibrationConfig(CorpusConfig):
     batch: int = 1
     precision: str = "float32"
     checkpoint_seconds: float = 120.0
+    pairing: str = "same"
     shard: str | None = None
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
             raise UsageError(f"calibration.precision={self.precision}: expected one of {', '.join(PRECISIONS)}.")
+        if self.pairing not in PAIRINGS:
+            raise UsageError(f"calibration.pairing={self.pairing}: expected one of {', '.join(PAIRINGS)}.")
         if self.seed < 0:
             raise UsageError(f"calibration.seed={self.seed}: expected 0 or more.")
         if self.batch < 1:
@@ -65,6 +71,7 @@ def identity(
         "calibration.seed": config.seed,
         "calibration.batch": config.batch,
         "calibration.precision": config.precision,
+        "calibration.pairing": config.pairing,
         "moment blocks": sorted(f"{a}×{b}" for a, b in blocks),
     }
 

@@ -4,9 +4,10 @@ from typing import Any
 
 from kvbridge.mappers.base import FittedMap, Mapper
 from kvbridge.mappers.identity import Identity
+from kvbridge.mappers.random import Random
 from kvbridge.mappers.ridge import Ridge
 
-__all__ = ["FittedMap", "Identity", "Mapper", "Ridge", "available"]
+__all__ = ["FittedMap", "Identity", "Mapper", "Random", "Ridge", "available"]
 
 
 def available() -> dict[str, type[Any]]:

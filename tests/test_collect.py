@@ -447,3 +447,24 @@ def test_the_pair_is_of_unequal_shapes(pair: ModelPair) -> None:
     """What the tests above rest on."""
     source, target = pair.source.geometry, pair.target.geometry
     assert all(getattr(source, name) != getattr(target, name) for name in ("layers", "kv_heads", "head_dim"))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_shuffled_pairing_gives_the_target_another_document(
+    pair: ModelPair, corpus: Path, tmp_path: Path, usual: CalibrationMoments, batch: int
+) -> None:
+    shuffled = calibrate(pair, settings_of(corpus, pairing="shuffled", batch=batch), BLOCKS, tmp_path)
+    assert shuffled is not None
+    for at, moments in usual.sets.items():
+        # Both models read the same blocks in all, so that only what joins them differs.
+        for variable in VARIABLES:
+            torch.testing.assert_close(shuffled.sets[at].mean[variable], moments.mean[variable], rtol=0, atol=1e-8)
+        joined, apart = (s.sets[at].cross["source.keys", "target.keys"] for s in (usual, shuffled))
+        assert (joined - apart).abs().max() > 0.1 * joined.abs().max()
+    own = ("source.keys", "source.values")
+    torch.testing.assert_close(shuffled.sets["fit", "rest"].cross[own], usual.sets["fit", "rest"].cross[own])
+
+
+def test_refuses_an_unknown_pairing(corpus: Path) -> None:
+    with pytest.raises(UsageError, match=r"calibration\.pairing=other: expected one of same, shuffled"):
+        settings_of(corpus, pairing="other")

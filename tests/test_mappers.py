@@ -30,7 +30,7 @@ from kvbridge.errors import CalibrationError, UsageError
 from kvbridge.forms import KINDS, SlotAffine, input_slot
 from kvbridge.geometry import KVGeometry
 from kvbridge.kernels import FormMap
-from kvbridge.mappers import FittedMap, Identity, Mapper, Ridge, available
+from kvbridge.mappers import FittedMap, Identity, Mapper, Random, Ridge, available
 from kvbridge.mappers.regression import explained_squares, held_out_r2, ridge_solve
 from kvbridge.mappers.ridge import rank_layers
 from kvbridge.pair import ModelPair
@@ -43,6 +43,7 @@ MAPPERS: list[Mapper] = [
     Ridge(k=2),
     Ridge(k=8, penalty=1e-3, scale="correlation", first_positions="included"),
     Ridge(k=1, heads="matched"),
+    Random(),
 ]
 # Mappers that only fit a pair of equal shapes.
 EQUAL_SHAPES = (Identity,)
