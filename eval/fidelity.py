@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from kvbridge.calibration import CorpusConfig
 from kvbridge.errors import UsageError
 from kvbridge.eval.arms import Arm, Context, Reading, read_context, read_prompt, strip_prompt
 from kvbridge.eval.documents import Document
+from kvbridge.eval.partial import PartialResults
 from kvbridge.metrics import Fidelity, fidelity
 from kvbridge.pair import ModelPair
 
@@ -124,52 +124,6 @@ def _seconds(context: Context, readings: dict[str, Reading]) -> dict[str, float]
     return seconds
 
 
-class _PartialResults:
-    """Finished documents on disk, so that a killed evaluation goes on where it was."""
-
-    def __init__(self, path: Path, identity: dict[str, Any]) -> None:
-        self.path, self.identity = path, identity
-
-    def load(self) -> list[dict[str, Any]]:
-        if not self.path.exists():
-            return []
-        lines = self.path.read_text(errors="replace").splitlines()
-        try:
-            header, records = json.loads(lines[0]), [json.loads(line) for line in lines[1:]]
-        except (IndexError, json.JSONDecodeError):
-            # A kill in the middle of a line loses that document only.
-            header, records = self._salvage(lines)
-        header = header if isinstance(header, dict) else {}
-        if header != self.identity:
-            differing = sorted(key for key in self.identity if header.get(key) != self.identity[key])
-            raise UsageError(
-                f"{self.path} belongs to an evaluation with other settings ({', '.join(differing) or 'unreadable'}); "
-                "use another out= or delete it."
-            )
-        self._write([header, *records])
-        return records
-
-    def _salvage(self, lines: list[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        parsed = []
-        for line in lines:
-            try:
-                parsed.append(json.loads(line))
-            except json.JSONDecodeError:
-                break
-        return (parsed[0], parsed[1:]) if parsed else (self.identity, [])
-
-    def _write(self, lines: list[dict[str, Any]]) -> None:
-        partial = self.path.with_name(self.path.name + ".partial")
-        partial.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        partial.replace(self.path)
-
-    def append(self, record: dict[str, Any]) -> None:
-        if not self.path.exists():
-            self._write([self.identity])
-        with self.path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-
-
 def evaluate(
     pair: ModelPair,
     arms: dict[str, Arm],
@@ -202,9 +156,8 @@ def evaluate(
         raise UsageError(
             f"prompts of {' and '.join(map(str, lengths))} tokens; all documents must be handed off at one length."
         )
-    store, ends = _PartialResults(partial, identity), _end_tokens(pair)
+    store, ends = PartialResults(partial, identity), _end_tokens(pair)
     records = store.load()
-    partial.parent.mkdir(parents=True, exist_ok=True)
     bar = tqdm(total=len(documents), initial=len(records), unit="doc", desc="evaluate")
     with bar, torch.inference_mode():
         for context in _contexts(pair, documents, len(records)) if len(records) < len(documents) else ():

@@ -1,0 +1,67 @@
+"""Finished records on disk, one line each, so that killed work goes on where it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from kvbridge.errors import UsageError
+
+
+class PartialResults:
+    """A file of records under a header that says which settings they belong to.
+
+    Args:
+        path: the file; absent until the first record.
+        identity: JSON values that decide whether the file may be resumed.
+    """
+
+    def __init__(self, path: Path, identity: dict[str, Any]) -> None:
+        self.path, self.identity = path, identity
+
+    def load(self) -> list[dict[str, Any]]:
+        """The finished records, in the order in which they were appended.
+
+        Raises:
+            UsageError: the file belongs to other settings.
+        """
+        if not self.path.exists():
+            return []
+        lines = self.path.read_text(errors="replace").splitlines()
+        try:
+            header, records = json.loads(lines[0]), [json.loads(line) for line in lines[1:]]
+        except (IndexError, json.JSONDecodeError):
+            # A kill in the middle of a line loses that record only.
+            header, records = self._salvage(lines)
+        header = header if isinstance(header, dict) else {}
+        if header != self.identity:
+            differing = sorted(key for key in self.identity if header.get(key) != self.identity[key])
+            raise UsageError(
+                f"{self.path} belongs to an evaluation with other settings ({', '.join(differing) or 'unreadable'}); "
+                "use another out= or delete it."
+            )
+        self._write([header, *records])
+        return records
+
+    def _salvage(self, lines: list[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        parsed = []
+        for line in lines:
+            try:
+                parsed.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+        return (parsed[0], parsed[1:]) if parsed else (self.identity, [])
+
+    def _write(self, lines: list[dict[str, Any]]) -> None:
+        partial = self.path.with_name(self.path.name + ".partial")
+        partial.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        partial.replace(self.path)
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Add one finished record."""
+        if not self.path.exists():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._write([self.identity])
+        with self.path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
