@@ -24,6 +24,12 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
 
 
+def opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The special tokens that every prompt begins with."""
+    ids = encode(tokenizer, "a")
+    return ids[: len(ids) - len(tokenizer("a", add_special_tokens=False)["input_ids"])]
+
+
 @dataclass(frozen=True, slots=True)
 class BlockSet:
     """Token blocks on disk, in the order in which they were drawn.
@@ -53,8 +59,7 @@ def _pieces(
 
     Documents that are too short for one block are not counted, so that they do not unbalance the splits.
     """
-    probe = encode(tokenizer, "a")
-    prefix = probe[: len(probe) - len(tokenizer("a", add_special_tokens=False)["input_ids"])]
+    prefix = opening(tokenizer)
     fresh = block - len(prefix)
     spans: list[tuple[int, int]] = []
     with tempfile.TemporaryFile() as stored:

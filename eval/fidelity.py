@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from kvbridge.errors import UsageError
 from kvbridge.eval.arms import Arm, Context, Reading, read_context, read_prompt, strip_prompt
 from kvbridge.eval.documents import Document
 from kvbridge.eval.partial import PartialResults
+from kvbridge.eval.probes import ProbesConfig
 from kvbridge.metrics import Fidelity, fidelity
 from kvbridge.pair import ModelPair
 
@@ -35,6 +36,7 @@ class EvalConfig(CorpusConfig):
         samples: documents whose greedy continuations are kept per arm.
         resamples: bootstrap resamples of documents.
         seed: of the bootstrap.
+        probes: questions about the context.
     """
 
     documents: int = 40
@@ -44,6 +46,7 @@ class EvalConfig(CorpusConfig):
     samples: int = 3
     resamples: int = 2000
     seed: int = 0
+    probes: ProbesConfig = field(default_factory=ProbesConfig)
 
     def __post_init__(self) -> None:
         if self.seed < 0:

@@ -11,7 +11,7 @@ from typing import Any
 import jinja2
 
 from kvbridge.errors import UsageError
-from kvbridge.eval import figures
+from kvbridge.eval import figures, probe_figures
 from kvbridge.eval.results import SCHEMA
 from kvbridge.eval.verdict import percent, seconds, verdict
 
@@ -73,6 +73,56 @@ def arms_table(results: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+def _points(interval: dict[str, Any]) -> str:
+    """A difference of accuracies in percentage points."""
+    mean, low, high = (f"{100 * value:+.1f}" for value in (interval["mean"], *interval["ci95"]))
+    return f"{mean} points (95 % interval {low} … {high})"
+
+
+def probe_section(results: dict[str, Any]) -> dict[str, Any] | None:
+    """What the section on the probes shows, or nothing where none were asked."""
+    probes = results.get("probes")
+    if not probes:
+        return None
+    scores = {"choice": "forced choice", "generated": "generated"}
+
+    def row(arms: dict[str, Any], score: str) -> list[tuple[str, str]]:
+        return [_cell("top1", found[score]) for found in arms.values()]
+
+    groups = [*((entry["task"], entry["arms"]) for entry in probes["tasks"]), ("all tasks", probes["arms"])]
+    names = figures.ARM_NAMES
+    differences = [
+        f"{names[entry['arm']]} minus {names[entry['against']]}, {name}: {_points(entry[score])}"
+        for entry in probes["differences"]
+        for score, name in scores.items()
+    ]
+    cells = [f"{entry['task']}, {entry['length']} tokens, depth {entry['depth']:g}" for entry in probes["cells"]]
+    return {
+        "figure": probe_figures.accuracy_by_place(probes),
+        "arms": [names[arm] for arm in probes["arms"]],
+        "rows": [(task, name, row(arms, score)) for task, arms in groups for score, name in scores.items()],
+        "cells": [(name, row(entry["arms"], "choice")) for name, entry in zip(cells, probes["cells"], strict=True)],
+        "differences": differences,
+        "count": len(probes["records"]),
+        "language": probes["settings"]["language"],
+    }
+
+
+def _overrides(prefix: str, settings: dict[str, Any]) -> list[str]:
+    """Overrides that give these settings; what was left empty is left out, and what nothing reads."""
+    words: list[str] = []
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            words += _overrides(f"{prefix}.{name}", value) if value.get("count") else []
+        elif isinstance(value, list):
+            words.append(shlex.quote(f"{prefix}.{name}=[{','.join(map(str, value))}]"))
+        elif value is not None and value != "":
+            words.append(shlex.quote(f"{prefix}.{name}={value}"))
+        elif (prefix, name) == ("plan", "native_head"):
+            words.append("plan.native_head=null")
+    return words
+
+
 def cost_table(results: dict[str, Any]) -> list[tuple[str, str]]:
     """Names and values of the cost section."""
     cost = results["cost"]
@@ -109,11 +159,7 @@ def reproduce(results: dict[str, Any]) -> str:
         words.append(f"mapper={mapper['name']}")
         words += [f"mapper.{name}={value}" for name, value in mapper.items() if name != "name"]
     for group in groups:
-        for name, value in settings[group].items():
-            if value is not None and value != "":
-                words.append(shlex.quote(f"{group}.{name}={value}"))
-            elif (group, name) == ("plan", "native_head"):
-                words.append("plan.native_head=null")
+        words += _overrides(group, settings[group])
     return " \\\n  ".join([*words, "out=DIR"])
 
 
@@ -124,6 +170,7 @@ def _context(results: dict[str, Any]) -> dict[str, Any]:
         "columns": list(COLUMNS.values()),
         "arms": arms_table(results),
         "arm_names": figures.ARM_NAMES,
+        "probes": probe_section(results),
         "cost": cost_table(results),
         "command": reproduce(results),
         "figures": {

@@ -12,6 +12,8 @@ reconstruction      held-out R² per target layer and head: r2_keys, r2_values; 
 selected_layers     kind → source layers that each target layer reads
 samples             prompt end, gold text and greedy continuation per arm of the first documents
 cost                shares of prefill FLOPs, times to first token, memory, artifact size
+probes              null where none were asked; else settings, records (task, length, depth, arm → choice and generated,
+                    0 or 1), arm → accuracy pooled, paired differences, and accuracies by task, length, place and cell
 """
 
 from __future__ import annotations
@@ -150,8 +152,9 @@ def build_results(
     config: EvalConfig,
     records: list[dict[str, Any]],
     run: dict[str, Any],
+    probes: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Assemble `results.json` from the records of `evaluate`."""
+    """Assemble `results.json` from the records of `evaluate` and what `summarise_probes` made of the probes."""
     arms = summarise_arms(records, config)
     evidence = bridge.evidence
     samples = [{"id": record["id"], **record["sample"]} for record in records if "sample" in record]
@@ -170,6 +173,7 @@ def build_results(
         "selected_layers": evidence.get("selected_layers", {}),
         "samples": samples,
         "cost": measure_cost(pair, mapping, plan, config.prompt, records),
+        "probes": probes,
     }
 
 

@@ -121,6 +121,20 @@ def _speed(results: dict[str, Any]) -> Finding:
     )
 
 
+def _memory(results: dict[str, Any]) -> Finding:
+    """What the probes say: the answers that each arm still finds in the context."""
+    probes = results["probes"]
+    shares = {arm: percent(scores["choice"]["mean"]) for arm, scores in probes["arms"].items()}
+    low, high = next(entry["choice"]["ci95"] for entry in probes["differences"] if entry["against"] == "source")
+    than = "more than" if low > 0 else "fewer than" if high < 0 else "not clearly more or fewer than"
+    return Finding(
+        "good" if low > 0 else "bad" if high < 0 else "plain",
+        f"It answers {shares['mapped']} of the questions about the context where the large model answers "
+        f"{shares['native']}, the small one {shares['source']} and native tail only {shares['tail_only']} (four "
+        f"choices, 25 % by chance): {than} the small model alone.",
+    )
+
+
 def _ratio(speedup: float) -> str:
     return f"{speedup:.1f} times as fast" if speedup >= 1 else f"{1 / speedup:.1f} times as slow"
 
@@ -133,6 +147,7 @@ def verdict(results: dict[str, Any]) -> list[Finding]:
         _against(results, "source", "the small model alone"),
         _against(results, "tail_only", f"reading the last {tail} tokens alone, which costs the same"),
         _content(results),
+        *([_memory(results)] if results.get("probes") else []),
         _speed(results),
     ]
     gate = _gate(results)

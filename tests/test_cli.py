@@ -24,7 +24,7 @@ from kvbridge.eval.gate import GateReport
 from tiny_pair import save_pair, tiny_pair, write_corpus
 
 SCRIPT = Path(sysconfig.get_path("scripts")) / "kvbridge"
-PROGRESS = re.compile(r"^(calibrate|evaluate)( \d+/\d+)?: +\d+%\|")
+PROGRESS = re.compile(r"^(calibrate|evaluate|probe)( \d+/\d+)?: +\d+%\|")
 ARMS = ["native", "mapped", "injected", "source", "tail_only", "other_document", "no_context"]
 SIZES = {
     "pair.dtype": "float32",
@@ -363,6 +363,38 @@ def test_doctor_fails_with_the_gate(kvbridge: Run, monkeypatch: pytest.MonkeyPat
     assert "control, shifted positions: 1.0e-03 (too weak to prove it)" in ran.out
 
 
+# Probes
+
+
+def test_eval_asks_probes_after_fidelity(
+    kvbridge: Run, finished: tuple[Path, Ran], results: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed while it asks, it keeps its documents even where other probes are asked afterwards."""
+    given = [f"bridge={finished[0]}/bridge", "out=asked", "eval.probes.count=1", "eval.probes.tasks=[passkey]"]
+    given.append("eval.probes.lengths=[320]")
+    with monkeypatch.context() as patch:
+        patch.setattr("kvbridge.eval.ask_probes", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert kvbridge("eval", *given).code == 130
+    documents = tmp_path / "asked" / "documents.partial.jsonl"
+    before = documents.read_text()
+    assert len(before.splitlines()) == 1 + 3
+    with monkeypatch.context() as patch:
+        patch.setattr("kvbridge.eval.ask_probes", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr("kvbridge.eval.arms.standard_arms", lambda *_: {})
+        assert kvbridge("eval", *given, "eval.probes.depths=[0.5]").code == 130
+    assert documents.read_text() == before
+    ran = kvbridge("eval", *given, "eval.probes.depths=[0,1]")
+    assert (ran.code, ran.errors) == (0, [])
+    assert re.search(r"^2 questions about the context, forced choice: native \d+%, mapped \d+%", ran.out, re.MULTILINE)
+    asked = json.loads((tmp_path / "asked" / "results.json").read_text())
+    assert asked["arms"] == results["arms"]
+    assert results["probes"] is None
+    assert [record["depth"] for record in asked["probes"]["records"]] == [0, 1]
+    assert asked["probes"]["settings"] == asked["run"]["settings"]["eval"]["probes"]
+    assert left(tmp_path) == {"asked/results.json", "asked/report.html", "asked/report.md"}
+    assert "What the cache still holds" in (tmp_path / "asked" / "report.html").read_text()
+
+
 # Sweeps
 
 
@@ -447,6 +479,17 @@ REFUSED: dict[str, tuple[str, list[str], str]] = {
     "no-bridge": ("eval", [], r"^out/bridge: no bridge there; give bridge=DIR, or out= of a finished run\.$"),
     "unread-bridge": ("run", ["bridge=/nope"], r"^bridge=/nope is not read by this command; leave it out\.$"),
     "unread-moments": ("eval", ["moments=/nope"], r"^moments=/nope is not read by this command"),
+    "short-probes": (
+        "run",
+        ["eval.probes.count=1", "eval.probes.lengths=[64]"],
+        r"^eval\.probes\.lengths=64 is too short for 'What is the pass key",
+    ),
+    "long-probes": (
+        "run",
+        ["eval.probes.count=1", "eval.probes.lengths=[600]"],
+        r"^eval\.probes\.lengths=600: this pair was made for up to 512 tokens; give fewer\.$",
+    ),
+    "added-probes-setting": ("run", ["+eval.probes.x=1"], r"^eval\.probes\.x is no setting; expected one of count,"),
     "negative-seed": ("run", ["eval.seed=-1"], r"^eval\.seed=-1: expected 0 or more\.$"),
     "no-bridge-to-inspect": ("inspect", [], r"^out/bridge: no bridge there; give bridge=DIR"),
     "missing-bridge": ("inspect", ["bridge=/nope"], r"^/nope: neither a bridge folder nor a hub repository"),

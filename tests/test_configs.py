@@ -17,7 +17,7 @@ from kvbridge.calibration import CalibrationConfig
 from kvbridge.cli.commands import Settings
 from kvbridge.cli.settings import PairConfig, register
 from kvbridge.errors import KVBridgeError
-from kvbridge.eval import EvalConfig
+from kvbridge.eval import EvalConfig, ProbesConfig
 from kvbridge.mappers import Mapper, Ridge, available
 from kvbridge.plan import HandoffPlan
 
@@ -130,3 +130,18 @@ def test_folders_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings.of(composed("out='~/run'", "moments='~/moments'"))
     assert settings.out == Path("/home/me/run")
     assert settings.calibration_folder == Path("/home/me/moments")
+
+
+def test_probes_are_settings_of_the_evaluation() -> None:
+    given = ("eval.probes.count=8", "eval.probes.lengths=[128,256]", "eval.probes.depths=[0,1]")
+    settings = Settings.of(composed(*given))
+    assert settings.eval.probes == ProbesConfig(count=8, lengths=[128, 256], depths=[0.0, 1.0])
+    assert settings.plain["eval"]["probes"]["lengths"] == [128, 256]
+    with pytest.raises(ConfigCompositionException, match=r"Could not override 'eval\.probes\.typo'"):
+        composed("eval.probes.typo=1")
+    with pytest.raises(
+        KVBridgeError, match=r"^eval\.probes\.typo is no setting; expected one of count, tasks, lengths,"
+    ):
+        Settings.of(composed("+eval.probes.typo=1"))
+    with pytest.raises(KVBridgeError, match=r"^eval\.probes\.tasks=\[sums\]: expected some of passkey,"):
+        Settings.of(composed("eval.probes.tasks=[sums]"))

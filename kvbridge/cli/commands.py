@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 
 from kvbridge.bridge import Bridge, bridge_bytes
+from kvbridge.cli.describe import print_arms
 from kvbridge.cli.settings import PairConfig
 from kvbridge.errors import UsageError
 from kvbridge.fingerprint import digest
@@ -44,8 +45,6 @@ class Settings:
         """
         names = ("pair", "mapper", "plan", "calibration", "eval")
         _refuse_additions("", config)
-        for name in names:
-            _refuse_additions(f"{name}.", config[name])
         if not config.out:
             raise UsageError("out is empty: give the folder of the run, out=DIR.")
         groups: dict[str, Any] = {name: OmegaConf.to_object(config[name]) for name in names}
@@ -74,6 +73,9 @@ def _refuse_additions(group: str, node: DictConfig) -> None:
     added = [key for key in node if key not in known]
     if added:
         raise UsageError(f"{group}{added[0]} is no setting; expected one of {', '.join(known)}.")
+    for name in known:
+        if OmegaConf.is_dict(node[name]):
+            _refuse_additions(f"{group}{name}.", node[name])
 
 
 @contextmanager
@@ -117,8 +119,17 @@ def _fit(settings: Settings, pair: ModelPair, moments: Any) -> Bridge:
     return bridge
 
 
-def _documents(settings: Settings, pair: ModelPair) -> tuple[Any, str]:
-    """The documents to score, after everything that can be checked before a long run."""
+class _Scored(NamedTuple):
+    """What a bridge is scored on: documents, the fingerprint of their corpus, and probes."""
+
+    documents: Any
+    corpus: str
+    probes: Any
+
+
+def _scored(settings: Settings, pair: ModelPair) -> _Scored:
+    """What will be scored, after everything that can be checked before a long run."""
+    from kvbridge.eval import build_probes
     from kvbridge.eval.documents import take_documents
 
     config, plan = settings.eval, settings.plan
@@ -137,73 +148,73 @@ def _documents(settings: Settings, pair: ModelPair) -> tuple[Any, str]:
     taken = take_documents(
         corpus, pair.tokenizer, documents=config.documents, tokens=config.tokens, prompt=config.prompt
     )
-    return taken, corpus.fingerprint
+    return _Scored(taken, corpus.fingerprint, build_probes(pair, plan, config.probes))
+
+
+def _identity(settings: Settings, pair: ModelPair, bridge: Bridge) -> dict[str, Any]:
+    """What finished records depend on, whatever they are about."""
+    return {
+        "pair": pair.identity(),
+        "dtype": f"{pair.source.dtype}/{pair.target.dtype}",
+        "device": str(pair.target.device),
+        "bridge": bridge.fingerprint(),
+        "plan": settings.plan.to_dict(),
+    }
+
+
+def _ask(
+    settings: Settings, pair: ModelPair, bridge: Bridge, probes: Any, partial: Path, seconds: dict[str, float]
+) -> dict[str, Any] | None:
+    """What the probes found, or nothing where there are none."""
+    from kvbridge.eval import ask_probes, summarise_probes
+    from kvbridge.kernels import FormMap
+
+    if not probes:
+        return None
+    identity = _identity(settings, pair, bridge) | {"probes": settings.plain["eval"]["probes"]}
+    with _timed(seconds, "probe"):
+        mapping = FormMap.of(bridge)
+        records = ask_probes(pair, mapping, settings.plan, probes, partial=partial, identity=identity)
+    return summarise_probes(records, settings.eval)
 
 
 def _evaluate(
     settings: Settings,
     pair: ModelPair,
     bridge: Bridge,
-    scored: tuple[Any, str],
+    scored: _Scored,
     location: Path | None,
     seconds: dict[str, float],
 ) -> None:
-    """Score a bridge on what `_documents` gave, and write results and report."""
+    """Score a bridge on what `_scored` gave, and write results and report."""
     from kvbridge.eval import build_results, evaluate, write_results
     from kvbridge.eval.arms import standard_arms
     from kvbridge.eval.report import write_report
     from kvbridge.eval.results import describe_run
     from kvbridge.kernels import FormMap
 
-    documents, corpus = scored
     mapping = FormMap.of(bridge)
-    identity = {
-        "pair": pair.identity(),
-        "dtype": f"{pair.source.dtype}/{pair.target.dtype}",
-        "device": str(pair.target.device),
-        "bridge": bridge.fingerprint(),
-        "plan": settings.plan.to_dict(),
-        "corpus": corpus,
-        "eval": {
-            key: value for key, value in settings.plain["eval"].items() if key not in ("corpus", "resamples", "seed")
-        },
+    apart = ("corpus", "resamples", "seed", "probes")
+    identity = _identity(settings, pair, bridge) | {
+        "corpus": scored.corpus,
+        "eval": {key: value for key, value in settings.plain["eval"].items() if key not in apart},
     }
+    partials = [settings.out / f"{name}.partial.jsonl" for name in ("documents", "probes")]
     with _timed(seconds, "evaluate"):
         arms = standard_arms(pair, mapping, settings.plan, settings.eval.prompt)
-        partial = settings.out / "documents.partial.jsonl"
-        records = evaluate(pair, arms, documents, settings.eval, partial=partial, identity=identity)
+        records = evaluate(pair, arms, scored.documents, settings.eval, partial=partials[0], identity=identity)
+    probes = _ask(settings, pair, bridge, scored.probes, partials[1], seconds)
     run = describe_run(pair, settings.plain, seconds)
-    results = build_results(pair, bridge, mapping, settings.plan, settings.eval, records, run)
+    results = build_results(pair, bridge, mapping, settings.plan, settings.eval, records, run, probes)
     results["cost"]["artifact_bytes"] = bridge_bytes(location) if location else None
     results["cost"]["calibration_seconds"] = bridge.calibration.get("seconds")
     results["cost"]["calibration_peak_memory_bytes"] = bridge.calibration.get("peak_memory_bytes")
     write_results(settings.out / "results.json", results)
-    partial.unlink(missing_ok=True)
-    _print_arms(results)
+    for partial in partials:
+        partial.unlink(missing_ok=True)
+    print_arms(results)
     page, _ = write_report(settings.out)
     print(f"report: {page}")
-
-
-def _print_arms(results: dict[str, Any]) -> None:
-    """The arms table, headline metrics first."""
-    from rich.console import Console
-    from rich.table import Table
-
-    columns = {"gap_recovered": "gap recovered", "kl": "KL", "kl_first": "KL first", "top1": "top-1",
-               "rollout_kl": "rollout KL", "nll": "NLL"}  # fmt: skip
-    table = Table("arm", *columns.values())
-    for name, metrics in results["arms"].items():
-        cells = []
-        for metric in columns:
-            value = metrics.get(metric, {}).get("mean")
-            cells.append("—" if value is None else f"{value:.1%}" if metric == "gap_recovered" else f"{value:.4f}")
-        table.add_row(name.replace("_", " "), *cells)
-    console = Console(width=100)
-    console.print(table)
-    share = results["cost"]["target_prefill_flops_share"]
-    console.print(
-        f"{len(results['documents'])} documents; the hand-off costs {share:.1%} of the target's prefill FLOPs."
-    )
 
 
 def run_command(config: DictConfig) -> None:
@@ -211,7 +222,7 @@ def run_command(config: DictConfig) -> None:
     settings, seconds = Settings.of(config), {}
     settings.refuse("bridge")
     pair = settings.pair.load()
-    scored = _documents(settings, pair)
+    scored = _scored(settings, pair)
     with _timed(seconds, "calibrate"):
         moments = _calibrate(settings, pair)
     if moments is None:
@@ -268,7 +279,7 @@ def eval_command(config: DictConfig) -> None:
     pair = settings.pair.load()
     unchecked.require_pair(pair)
     folder = Path(location).expanduser()
-    scored = _documents(settings, pair)
+    scored = _scored(settings, pair)
     _evaluate(settings, pair, unchecked, scored, folder if folder.is_dir() else None, {})
 
 

@@ -99,3 +99,28 @@ def print_gate(role: str, model: KVModel, report: Any) -> None:
         console.print(
             f"  control, {name}: {value:.1e}" + ("" if value > 100 * report.limit else " (too weak to prove it)")
         )
+
+
+def print_arms(results: dict[str, Any]) -> None:
+    """The arms table, headline metrics first."""
+    columns = {"gap_recovered": "gap recovered", "kl": "KL", "kl_first": "KL first", "top1": "top-1",
+               "rollout_kl": "rollout KL", "nll": "NLL"}  # fmt: skip
+    table = Table("arm", *columns.values())
+    for name, metrics in results["arms"].items():
+        cells = []
+        for metric in columns:
+            value = metrics.get(metric, {}).get("mean")
+            cells.append("—" if value is None else f"{value:.1%}" if metric == "gap_recovered" else f"{value:.4f}")
+        table.add_row(name.replace("_", " "), *cells)
+    console = Console(width=100)
+    console.print(table)
+    share = results["cost"]["target_prefill_flops_share"]
+    console.print(
+        f"{len(results['documents'])} documents; the hand-off costs {share:.1%} of the target's prefill FLOPs."
+    )
+    if results["probes"]:
+        shares = ", ".join(
+            f"{arm.replace('_', ' ')} {scores['choice']['mean']:.0%}"
+            for arm, scores in results["probes"]["arms"].items()
+        )
+        console.print(f"{len(results['probes']['records'])} questions about the context, forced choice: {shares}.")
