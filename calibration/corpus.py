@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvbridge import embedded
 from kvbridge.errors import CorpusError
 from kvbridge.fingerprint import digest
 
 LOCAL_SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".json", ".json.gz")
 SHUFFLE_BUFFER = 10_000
+EMBEDDED_TEXT = {"calibration": str(embedded.CALIBRATION_TEXT), "eval": str(embedded.EVALUATION_TEXT)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,8 @@ class CorpusConfig:
     """Which text is read.
 
     Attributes:
-        corpus: path of a `.txt`, `.jsonl` or `.gz` file, a folder of them, or a hub dataset.
+        corpus: path of a `.txt`, `.jsonl` or `.gz` file, a folder of them, a hub dataset, or `embedded` for the
+            embedded pair's own text.
         corpus_config: configuration of a hub dataset.
         corpus_split: split of a hub dataset.
         corpus_revision: revision of a hub dataset.
@@ -81,7 +84,7 @@ class CorpusConfig:
         if not self.corpus:
             raise CorpusError(f"{group}.corpus is empty: give a text file, a folder of them, or a hub dataset.")
         return open_corpus(
-            self.corpus,
+            EMBEDDED_TEXT[group] if self.corpus == "embedded" else self.corpus,
             config=self.corpus_config,
             split=self.corpus_split,
             revision=self.corpus_revision,

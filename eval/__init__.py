@@ -1,6 +1,7 @@
 """Judging a map: arms on the same documents, fidelity, statistics, results."""
 
-from kvbridge.eval.fidelity import EvalConfig, evaluate
+from kvbridge.eval.config import EvalConfig
+from kvbridge.eval.fidelity import evaluate
 from kvbridge.eval.gate import GateReport, identity_gate
 from kvbridge.eval.probe_results import ask_probes, summarise_probes
 from kvbridge.eval.probes import ProbesConfig, build_probes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,53 +12,19 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from kvbridge.calibration import CorpusConfig
 from kvbridge.errors import UsageError
 from kvbridge.eval.arms import Arm, Context, Reading, read_context, read_prompt, strip_prompt
+from kvbridge.eval.config import EvalConfig
 from kvbridge.eval.documents import Document
 from kvbridge.eval.partial import PartialResults
-from kvbridge.eval.probes import ProbesConfig
 from kvbridge.metrics import Fidelity, fidelity
 from kvbridge.pair import ModelPair
 
 METRICS = ("kl", "kl_first", "top1", "rollout_kl", "nll", "acceptance")
 
 
-@dataclass
-class EvalConfig(CorpusConfig):
-    """Which documents are scored, and how far.
-
-    Attributes:
-        documents: the first so many documents that are long enough, in file order.
-        tokens: tokens of each document.
-        prompt: how many of them are handed off; the rest is scored.
-        rollout: greedy tokens of the target that every arm is forced through.
-        samples: documents whose greedy continuations are kept per arm.
-        resamples: bootstrap resamples of documents.
-        seed: of the bootstrap.
-        probes: questions about the context.
-    """
-
-    documents: int = 40
-    tokens: int = 512
-    prompt: int = 448
-    rollout: int = 32
-    samples: int = 3
-    resamples: int = 2000
-    seed: int = 0
-    probes: ProbesConfig = field(default_factory=ProbesConfig)
-
-    def __post_init__(self) -> None:
-        if self.seed < 0:
-            raise UsageError(f"eval.seed={self.seed}: expected 0 or more.")
-        if self.rollout < 1 or self.samples < 0 or not 100 <= self.resamples <= 100_000:
-            raise UsageError(
-                f"eval.rollout={self.rollout}, eval.samples={self.samples}, eval.resamples={self.resamples}: "
-                "expected at least 1, at least 0, and 100 to 100,000."
-            )
-
-
-def _end_tokens(pair: ModelPair) -> set[int]:
+def end_tokens(pair: ModelPair) -> set[int]:
+    """Tokens at which the target ends a text."""
     ends = getattr(pair.target.model.generation_config, "eos_token_id", None)
     if ends is None:
         ends = pair.tokenizer.eos_token_id
@@ -159,7 +125,7 @@ def evaluate(
         raise UsageError(
             f"prompts of {' and '.join(map(str, lengths))} tokens; all documents must be handed off at one length."
         )
-    store, ends = PartialResults(partial, identity), _end_tokens(pair)
+    store, ends = PartialResults(partial, identity), end_tokens(pair)
     records = store.load()
     bar = tqdm(total=len(documents), initial=len(records), unit="doc", desc="evaluate")
     with bar, torch.inference_mode():

@@ -67,7 +67,7 @@ def figure(
     made.append(text[text.index("<svg") :].replace(INK, "currentColor"))
 
 
-def _logarithmic(axis: Axis) -> None:
+def logarithmic(axis: Axis) -> None:
     """Plain decimals at 1, 2 and 5 of every decade."""
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -83,7 +83,7 @@ def kl_by_position(results: dict[str, Any]) -> str:
                 width = 2.2 if arm == "mapped" else 1.2
                 axes.plot(range(1, len(curve) + 1), curve, color=colour, linewidth=width, label=ARM_NAMES[arm])
         axes.set_yscale("log")
-        _logarithmic(axes.yaxis)
+        logarithmic(axes.yaxis)
         axes.set_xlabel("token after the hand-off")
         axes.set_ylabel("KL to native, nats")
         axes.grid(axis="y", color=INK, alpha=0.12)
@@ -140,7 +140,7 @@ def kl_by_document(results: dict[str, Any]) -> str:
         axes.set_yticks(range(len(arms)), [ARM_NAMES[arm] for arm in arms])
         axes.set_ylim(len(arms) - 0.4, -0.6)
         axes.set_xscale("log")
-        _logarithmic(axes.xaxis)
+        logarithmic(axes.xaxis)
         axes.set_xlabel("KL to native per document, nats")
         axes.grid(axis="x", color=INK, alpha=0.12)
     return made[0]

@@ -12,8 +12,8 @@ import torch
 from tqdm.auto import tqdm
 
 from kvbridge.eval.arms import Context, Reading, read_context, read_prompt, standard_arms, strip_prompt
+from kvbridge.eval.config import EvalConfig
 from kvbridge.eval.documents import Document
-from kvbridge.eval.fidelity import EvalConfig
 from kvbridge.eval.partial import PartialResults
 from kvbridge.eval.probes import Probe
 from kvbridge.eval.statistics import mean_interval, resample

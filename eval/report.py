@@ -12,6 +12,7 @@ import jinja2
 
 from kvbridge.errors import UsageError
 from kvbridge.eval import figures, probe_figures
+from kvbridge.eval.course_report import length_section, turn_section
 from kvbridge.eval.results import SCHEMA
 from kvbridge.eval.verdict import percent, seconds, verdict
 
@@ -24,6 +25,11 @@ COLUMNS = {
     "nll": "NLL",
     "acceptance": "acceptance",
 }
+
+BENCHMARK_COLUMNS = (
+    "task", "questions", "chance", "source", "mapped", "native", "gap recovered", "retention",
+    "p (source)", "p (native)", "carried",
+)  # fmt: skip
 
 
 def load_results(folder: Path) -> dict[str, Any]:
@@ -113,9 +119,10 @@ def _overrides(prefix: str, settings: dict[str, Any]) -> list[str]:
     words: list[str] = []
     for name, value in settings.items():
         if isinstance(value, dict):
-            words += _overrides(f"{prefix}.{name}", value) if value.get("count") else []
+            words += _overrides(f"{prefix}.{name}", value) if value.get("count", 1) else []
         elif isinstance(value, list):
-            words.append(shlex.quote(f"{prefix}.{name}=[{','.join(map(str, value))}]"))
+            if value:
+                words.append(shlex.quote(f"{prefix}.{name}=[{','.join(map(str, value))}]"))
         elif value is not None and value != "":
             words.append(shlex.quote(f"{prefix}.{name}={value}"))
         elif (prefix, name) == ("plan", "native_head"):
@@ -141,6 +148,26 @@ def cost_table(results: dict[str, Any]) -> list[tuple[str, str]]:
         ("peak memory of the evaluation", megabytes("peak_memory_bytes")),
         ("calibration", f"{calibration / 60:.1f} min" if calibration else "—"),
     ]
+
+
+def benchmark_table(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of the benchmark table: scores of all three arms, and what is computed from them."""
+    rows = []
+    for name, task in (results.get("retention") or {}).items():
+        shares = [task[share] for share in ("gap_recovered", "retention")]
+        cells = [_cell("acceptance", task["scores"][arm]) for arm in ("source", "mapped", "native")]
+        rows.append(
+            {
+                "task": name,
+                "n": task["n"],
+                "chance": percent(task["chance"], 1),
+                "cells": cells + [_cell("gap_recovered", share) for share in shares],
+                "p": [f"{task['mcnemar'][other]['p']:.2g}" for other in ("source", "native")],
+                "carried": percent(task["carried_share"]),
+                "reasons": list(dict.fromkeys(share["reason"] for share in shares if share["mean"] is None)),
+            }
+        )
+    return rows
 
 
 def reproduce(results: dict[str, Any]) -> str:
@@ -170,8 +197,12 @@ def _context(results: dict[str, Any]) -> dict[str, Any]:
         "columns": list(COLUMNS.values()),
         "arms": arms_table(results),
         "arm_names": figures.ARM_NAMES,
+        "lengths": length_section(results),
+        "turns": turn_section(results),
         "probes": probe_section(results),
         "cost": cost_table(results),
+        "benchmarks": benchmark_table(results),
+        "benchmark_columns": BENCHMARK_COLUMNS,
         "command": reproduce(results),
         "figures": {
             "kl": figures.kl_by_position(results),

@@ -12,6 +12,10 @@ reconstruction      held-out R² per target layer and head: r2_keys, r2_values; 
 selected_layers     kind → source layers that each target layer reads
 samples             prompt end, gold text and greedy continuation per arm of the first documents
 cost                shares of prefill FLOPs, times to first token, memory, artifact size
+by_length           null, or prompt length → arms as above, share of prefill FLOPs, equal_cost_tail, documents
+turns               null, or settings, arm → metric → one {mean, ci95, n} per turn, and the conversations
+retention           null, or per benchmark task: n, chance, scores per arm, gap_recovered, retention, mcnemar, shares of
+                    contexts carried and truncated, questions and each arm's answers to them
 probes              null where none were asked; else settings, records (task, length, depth, arm → choice and generated,
                     0 or 1), arm → accuracy pooled, paired differences, and accuracies by task, length, place and cell
 """
@@ -33,7 +37,8 @@ import torch
 
 from kvbridge.bridge import Bridge
 from kvbridge.eval.arms import equal_cost_tail
-from kvbridge.eval.fidelity import METRICS, EvalConfig
+from kvbridge.eval.config import EvalConfig
+from kvbridge.eval.fidelity import METRICS
 from kvbridge.eval.statistics import gap_interval, mean_interval, resample
 from kvbridge.flops import ModelCost, handoff_flops
 from kvbridge.kernels import FormMap
@@ -54,9 +59,10 @@ def _git_revision() -> str | None:
 
 def describe_run(pair: ModelPair, settings: dict[str, Any], seconds: dict[str, float]) -> dict[str, Any]:
     """What is needed to repeat a run: versions, seeds, revision, machine, settings and wall times."""
+    packages = (*PACKAGES, "lm_eval") if settings["eval"]["retention"]["tasks"] else PACKAGES
     return {
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in packages},
         "git": _git_revision(),
         "device": str(pair.target.device),
         "device_name": torch.cuda.get_device_name() if pair.target.device.type == "cuda" else _cpu_name(),
@@ -150,11 +156,11 @@ def build_results(
     mapping: FormMap,
     plan: HandoffPlan,
     config: EvalConfig,
-    records: list[dict[str, Any]],
+    measured: dict[str, Any],
     run: dict[str, Any],
-    probes: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Assemble `results.json` from the records of `evaluate` and what `summarise_probes` made of the probes."""
+    """Assemble `results.json` from what `suite.measure` gave: the records of the documents, and the other parts."""
+    records = measured["documents"]
     arms = summarise_arms(records, config)
     evidence = bridge.evidence
     samples = [{"id": record["id"], **record["sample"]} for record in records if "sample" in record]
@@ -173,8 +179,7 @@ def build_results(
         "selected_layers": evidence.get("selected_layers", {}),
         "samples": samples,
         "cost": measure_cost(pair, mapping, plan, config.prompt, records),
-        "probes": probes,
-    }
+    } | {name: value for name, value in measured.items() if name != "documents"}
 
 
 def write_results(path: Path, results: dict[str, Any]) -> None:

@@ -123,7 +123,7 @@ def _speed(results: dict[str, Any]) -> Finding:
 
 def _memory(results: dict[str, Any]) -> Finding:
     """What the probes say: the answers that each arm still finds in the context."""
-    probes = results["probes"]
+    probes = results.get("probes")
     shares = {arm: percent(scores["choice"]["mean"]) for arm, scores in probes["arms"].items()}
     low, high = next(entry["choice"]["ci95"] for entry in probes["differences"] if entry["against"] == "source")
     than = "more than" if low > 0 else "fewer than" if high < 0 else "not clearly more or fewer than"

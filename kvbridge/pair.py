@@ -11,11 +11,13 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from kvbridge import embedded
 from kvbridge.errors import PairMismatchError, UsageError
 from kvbridge.fingerprint import digest, fingerprint_tokenizer
 from kvbridge.model import KVModel
 from kvbridge.processes import process_state
 
+EMBEDDED = "embedded"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -152,7 +154,7 @@ def _check_location(role: str, location: str) -> None:
 
 def load_pair(
     source: str,
-    target: str,
+    target: str | None = None,
     *,
     source_revision: str | None = None,
     target_revision: str | None = None,
@@ -160,10 +162,10 @@ def load_pair(
     device: str = "auto",
     trust_remote_code: bool = False,
 ) -> ModelPair:
-    """Load a pair from two folders or hub ids.
+    """Load a pair from two folders or hub ids, or the small pair that is shipped: `load_pair("embedded")`.
 
     Args:
-        source: the small model.
+        source: the small model, or `embedded` for both models.
         target: the large model.
         source_revision: hub revision of the source.
         target_revision: hub revision of the target.
@@ -179,6 +181,12 @@ def load_pair(
     if dtype not in DTYPES:
         raise UsageError(f"pair.dtype={dtype}: expected one of {', '.join(DTYPES)}.")
     device = _resolve_device(device)
+    if source == EMBEDDED:
+        if target:
+            raise UsageError(f"pair.source={EMBEDDED} brings its own target; {target} needs a source of its own.")
+        source, target = str(embedded.SOURCE), str(embedded.TARGET)
+    if not target:
+        raise UsageError(f"pair.target is missing for pair.source={source}: give two models, or the word {EMBEDDED}.")
     for role, location in (("source", source), ("target", target)):
         _check_location(role, location)
     source, target = (str(Path(at).expanduser()) if Path(at).expanduser().exists() else at for at in (source, target))

@@ -13,7 +13,7 @@ import torch
 
 from kvbridge.calibration import CalibrationMoments, Moments
 from kvbridge.calibration.moments import PARTS
-from kvbridge.cli import COMMANDS, FOLDER_COMMANDS
+from kvbridge.cli import COMMANDS, FOLDER_COMMANDS, PASSED_ON
 from kvbridge.forms import KINDS
 from kvbridge.pair import ModelPair
 from tiny_bridge import random_bridge
@@ -33,7 +33,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelPair, dict[st
     source, target = save_pair(pair, folder)
     random_bridge(pair).save_pretrained(folder / "bridge")
     named = {"path/to/source": source, "path/to/target": target}
-    named |= {"path/to/bridge": folder / "bridge"}
+    named |= {"path/to/bridge": folder / "bridge", "runs/first/bridge": folder / "bridge"}
     return pair, {placeholder: str(place) for placeholder, place in named.items()}
 
 
@@ -93,4 +93,4 @@ def test_links_and_files_exist(page: Path) -> None:
 def test_commands_exist(page: Path) -> None:
     shown = "\n".join(re.findall(r"```(?:bash)?\n(.*?)```", page.read_text(), re.DOTALL))
     named = set(re.findall(r"kvbridge ([a-z][a-z-]*)\b", shown))
-    assert named <= {*COMMANDS, *FOLDER_COMMANDS}
+    assert named <= {*COMMANDS, *FOLDER_COMMANDS, *PASSED_ON}

@@ -405,7 +405,7 @@ def test_results_hold_every_record_and_are_json(bench: Bench, records: list[Reco
         bench.fitted.keys, bench.fitted.values, pair.identity(), pair.describe(), {"name": "ridge"}, {"rows": 3072},
         bench.fitted.evidence(),
     )  # fmt: skip
-    results = build_results(pair, bridge, bench.mapping, PLAN, CONFIG, records, {"settings": {}})
+    results = build_results(pair, bridge, bench.mapping, PLAN, CONFIG, {"documents": records}, {"settings": {}})
     assert json.loads(json.dumps(results, allow_nan=False)) == results
     assert [document["id"] for document in results["documents"]] == ["d0", "d1", "d2", "d3"]
     assert [sample["id"] for sample in results["samples"]] == ["d0", "d1"]

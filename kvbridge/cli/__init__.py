@@ -18,6 +18,7 @@ commands
   fit         fit a map on finished moments; writes OUT/bridge
   eval        score a finished bridge; writes OUT/results.json and a report
   report      make report.html and report.md of a finished run: kvbridge report DIR
+  lm-eval     lm-eval's own command line with the model `kvbridge`: kvbridge lm-eval --model kvbridge …
   inspect     print what a bridge is made of
   doctor      check that a pair is supported and that a hand-off is exact
 
@@ -30,6 +31,8 @@ Every setting is a Hydra override, such as mapper.k=8 or plan.native_tail=16; `k
 COMMANDS = ("run", "calibrate", "fit", "eval", "inspect", "doctor")
 # Commands that take folders instead of overrides.
 FOLDER_COMMANDS = ("report",)
+# Commands whose arguments are another program's.
+PASSED_ON = ("lm-eval",)
 SWEEP = ("-m", "--multirun")
 # Hydra's own options that make sense here; it would answer any other with half a screen.
 FLAGS = (*SWEEP, "-h", "--help", "--hydra-help", "-c", "--cfg", "--resolve", "-p", "--package", "-i", "--info")
@@ -122,6 +125,23 @@ def _report(folders: list[str]) -> None:
         print(page)
 
 
+def _lm_eval(arguments: list[str]) -> None:
+    """Make the model known to lm-eval and run its command line."""
+    from kvbridge.errors import KVBridgeError
+    from kvbridge.eval.retention import require_lm_eval
+
+    try:
+        require_lm_eval()
+        from lm_eval.__main__ import cli_evaluate
+
+        import kvbridge.eval.harness  # noqa: F401  registers the model
+
+        sys.argv = ["lm-eval", *arguments]
+        cli_evaluate()
+    except KVBridgeError as error:
+        _fail(_one_line(error))
+
+
 def main() -> None:
     """Entry point: exit code 0 on success, 2 for bad usage with one sentence on stderr."""
     command, *overrides = sys.argv[1:] or ["--help"]
@@ -136,8 +156,11 @@ def main() -> None:
     if command in FOLDER_COMMANDS:
         _report(overrides)
         return
+    if command in PASSED_ON:
+        _lm_eval(overrides)
+        return
     if command not in COMMANDS:
-        _fail(f"{command!r} is no command; expected one of {', '.join((*COMMANDS, *FOLDER_COMMANDS))}.")
+        _fail(f"{command!r} is no command; expected one of {', '.join((*COMMANDS, *FOLDER_COMMANDS, *PASSED_ON))}.")
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 

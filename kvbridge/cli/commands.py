@@ -8,17 +8,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 
 from kvbridge.bridge import Bridge, bridge_bytes
-from kvbridge.cli.describe import print_arms
+from kvbridge.cli.describe import print_results
 from kvbridge.cli.settings import PairConfig
 from kvbridge.errors import UsageError
 from kvbridge.fingerprint import digest
-from kvbridge.pair import ModelPair
+from kvbridge.pair import EMBEDDED, ModelPair
 from kvbridge.plan import HandoffPlan
 
 
@@ -50,6 +50,7 @@ class Settings:
         groups: dict[str, Any] = {name: OmegaConf.to_object(config[name]) for name in names}
         plain: Any = OmegaConf.to_container(config, resolve=True)
         plain["mapper"] = {"name": groups["mapper"].name} | plain["mapper"]
+        _check_text(groups)
         moments = Path(config.moments).expanduser() if config.moments else None
         return cls(**groups, out=Path(config.out).expanduser(), moments=moments, bridge=config.bridge, plain=plain)
 
@@ -65,6 +66,16 @@ class Settings:
     @property
     def calibration_folder(self) -> Path:
         return self.moments or self.out / "calibration"
+
+
+def _check_text(groups: dict[str, Any]) -> None:
+    """Refuse the embedded pair's text for other models: it is a language of its own."""
+    for name in ("calibration", "eval"):
+        if groups[name].corpus == EMBEDDED and groups["pair"].source != EMBEDDED:
+            raise UsageError(
+                f"{name}.corpus={EMBEDDED} is the embedded pair's text, and pair.source={groups['pair'].source}; "
+                f"add pair=local and give {name}.corpus=FILE."
+            )
 
 
 def _refuse_additions(group: str, node: DictConfig) -> None:
@@ -119,100 +130,39 @@ def _fit(settings: Settings, pair: ModelPair, moments: Any) -> Bridge:
     return bridge
 
 
-class _Scored(NamedTuple):
-    """What a bridge is scored on: documents, the fingerprint of their corpus, and probes."""
-
-    documents: Any
-    corpus: str
-    probes: Any
-
-
-def _scored(settings: Settings, pair: ModelPair) -> _Scored:
+def _prepare(settings: Settings, pair: ModelPair) -> tuple[Any, dict[str, Any]]:
     """What will be scored, after everything that can be checked before a long run."""
-    from kvbridge.eval import build_probes
-    from kvbridge.eval.documents import take_documents
+    from kvbridge.eval import suite
 
-    config, plan = settings.eval, settings.plan
-    plan.mapped_layers(pair.target.geometry.layers)
-    if config.documents == 1:
-        raise UsageError("eval.documents=1: the other-document arm needs at least two documents.")
-    if plan.split(max(config.prompt, 1)).carried == 0:
-        raise UsageError(
-            f"plan.sinks={plan.sinks} and plan.native_tail={plan.native_tail} leave nothing of eval.prompt="
-            f"{config.prompt} tokens to carry; give fewer, or a longer prompt."
-        )
-    pair.require_length(
-        max(config.tokens, config.prompt + config.rollout), "eval.tokens, or eval.prompt + eval.rollout,"
-    )
-    corpus = config.open("eval")
-    taken = take_documents(
-        corpus, pair.tokenizer, documents=config.documents, tokens=config.tokens, prompt=config.prompt
-    )
-    return _Scored(taken, corpus.fingerprint, build_probes(pair, plan, config.probes))
-
-
-def _identity(settings: Settings, pair: ModelPair, bridge: Bridge) -> dict[str, Any]:
-    """What finished records depend on, whatever they are about."""
-    return {
-        "pair": pair.identity(),
-        "dtype": f"{pair.source.dtype}/{pair.target.dtype}",
-        "device": str(pair.target.device),
-        "bridge": bridge.fingerprint(),
-        "plan": settings.plan.to_dict(),
-    }
-
-
-def _ask(
-    settings: Settings, pair: ModelPair, bridge: Bridge, probes: Any, partial: Path, seconds: dict[str, float]
-) -> dict[str, Any] | None:
-    """What the probes found, or nothing where there are none."""
-    from kvbridge.eval import ask_probes, summarise_probes
-    from kvbridge.kernels import FormMap
-
-    if not probes:
-        return None
-    identity = _identity(settings, pair, bridge) | {"probes": settings.plain["eval"]["probes"]}
-    with _timed(seconds, "probe"):
-        mapping = FormMap.of(bridge)
-        records = ask_probes(pair, mapping, settings.plan, probes, partial=partial, identity=identity)
-    return summarise_probes(records, settings.eval)
+    task = suite.Task.of(pair, settings.plan, settings.eval, settings.out)
+    return task, suite.prepare(task)
 
 
 def _evaluate(
     settings: Settings,
-    pair: ModelPair,
     bridge: Bridge,
-    scored: _Scored,
+    prepared: tuple[Any, dict[str, Any]],
     location: Path | None,
     seconds: dict[str, float],
 ) -> None:
-    """Score a bridge on what `_scored` gave, and write results and report."""
-    from kvbridge.eval import build_results, evaluate, write_results
-    from kvbridge.eval.arms import standard_arms
+    """Score a bridge on what `_prepare` gave, and write results and report."""
+    from kvbridge.eval import build_results, suite, write_results
     from kvbridge.eval.report import write_report
     from kvbridge.eval.results import describe_run
     from kvbridge.kernels import FormMap
 
-    mapping = FormMap.of(bridge)
-    apart = ("corpus", "resamples", "seed", "probes")
-    identity = _identity(settings, pair, bridge) | {
-        "corpus": scored.corpus,
-        "eval": {key: value for key, value in settings.plain["eval"].items() if key not in apart},
-    }
-    partials = [settings.out / f"{name}.partial.jsonl" for name in ("documents", "probes")]
-    with _timed(seconds, "evaluate"):
-        arms = standard_arms(pair, mapping, settings.plan, settings.eval.prompt)
-        records = evaluate(pair, arms, scored.documents, settings.eval, partial=partials[0], identity=identity)
-    probes = _ask(settings, pair, bridge, scored.probes, partials[1], seconds)
-    run = describe_run(pair, settings.plain, seconds)
-    results = build_results(pair, bridge, mapping, settings.plan, settings.eval, records, run, probes)
+    task, parts = prepared
+    subject = suite.Subject(task, bridge, FormMap.of(bridge))
+    measured = suite.measure(subject, parts, seconds)
+    plan = parts["documents"][0].plan(settings.plan)
+    run = describe_run(task.pair, settings.plain, seconds)
+    results = build_results(task.pair, bridge, subject.mapping, plan, settings.eval, measured, run)
     results["cost"]["artifact_bytes"] = bridge_bytes(location) if location else None
     results["cost"]["calibration_seconds"] = bridge.calibration.get("seconds")
     results["cost"]["calibration_peak_memory_bytes"] = bridge.calibration.get("peak_memory_bytes")
     write_results(settings.out / "results.json", results)
-    for partial in partials:
-        partial.unlink(missing_ok=True)
-    print_arms(results)
+    suite.clear_partials(settings.out)
+    print_results(results)
     page, _ = write_report(settings.out)
     print(f"report: {page}")
 
@@ -222,7 +172,7 @@ def run_command(config: DictConfig) -> None:
     settings, seconds = Settings.of(config), {}
     settings.refuse("bridge")
     pair = settings.pair.load()
-    scored = _scored(settings, pair)
+    prepared = _prepare(settings, pair)
     with _timed(seconds, "calibrate"):
         moments = _calibrate(settings, pair)
     if moments is None:
@@ -230,7 +180,7 @@ def run_command(config: DictConfig) -> None:
     with _timed(seconds, "fit"):
         bridge = _fit(settings, pair, moments)
     del moments
-    _evaluate(settings, pair, bridge, scored, settings.out / "bridge", seconds)
+    _evaluate(settings, bridge, prepared, settings.out / "bridge", seconds)
 
 
 def calibrate_command(config: DictConfig) -> None:
@@ -279,8 +229,7 @@ def eval_command(config: DictConfig) -> None:
     pair = settings.pair.load()
     unchecked.require_pair(pair)
     folder = Path(location).expanduser()
-    scored = _scored(settings, pair)
-    _evaluate(settings, pair, unchecked, scored, folder if folder.is_dir() else None, {})
+    _evaluate(settings, unchecked, _prepare(settings, pair), folder if folder.is_dir() else None, {})
 
 
 def inspect_command(config: DictConfig) -> None:

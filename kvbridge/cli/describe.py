@@ -101,8 +101,8 @@ def print_gate(role: str, model: KVModel, report: Any) -> None:
         )
 
 
-def print_arms(results: dict[str, Any]) -> None:
-    """The arms table, headline metrics first."""
+def print_results(results: dict[str, Any]) -> None:
+    """The arms table, headline metrics first, and what else was measured."""
     columns = {"gap_recovered": "gap recovered", "kl": "KL", "kl_first": "KL first", "top1": "top-1",
                "rollout_kl": "rollout KL", "nll": "NLL"}  # fmt: skip
     table = Table("arm", *columns.values())
@@ -112,15 +112,28 @@ def print_arms(results: dict[str, Any]) -> None:
             value = metrics.get(metric, {}).get("mean")
             cells.append("—" if value is None else f"{value:.1%}" if metric == "gap_recovered" else f"{value:.4f}")
         table.add_row(name.replace("_", " "), *cells)
-    console = Console(width=100)
+    console = Console(width=120)
     console.print(table)
     share = results["cost"]["target_prefill_flops_share"]
     console.print(
         f"{len(results['documents'])} documents; the hand-off costs {share:.1%} of the target's prefill FLOPs."
     )
-    if results["probes"]:
+    if results.get("probes"):
         shares = ", ".join(
             f"{arm.replace('_', ' ')} {scores['choice']['mean']:.0%}"
             for arm, scores in results["probes"]["arms"].items()
         )
         console.print(f"{len(results['probes']['records'])} questions about the context, forced choice: {shares}.")
+    if results.get("retention"):
+        console.print(_benchmarks(results["retention"]))
+
+
+def _benchmarks(retention: dict[str, Any]) -> Table:
+    """Scores of the benchmark tasks, the source's always beside the others."""
+    table = Table("task", "questions", "chance", "source", "mapped", "native", "gap recovered", "retention", "carried")
+    for name, task in retention.items():
+        scores = [f"{task['scores'][arm]['mean']:.1%}" for arm in ("source", "mapped", "native")]
+        means = [task[share]["mean"] for share in ("gap_recovered", "retention")]
+        shares = ["—" if mean is None else f"{mean:.1%}" for mean in means]
+        table.add_row(name, str(task["n"]), f"{task['chance']:.1%}", *scores, *shares, f"{task['carried_share']:.0%}")
+    return table

@@ -18,7 +18,7 @@ class PairConfig:
     """Which pair is loaded, and how.
 
     Attributes:
-        source: folder or hub id of the small model.
+        source: folder or hub id of the small model, or `embedded` for the pair that is shipped.
         target: folder or hub id of the large model.
         source_revision: hub revision of the source.
         target_revision: hub revision of the target.
@@ -41,9 +41,8 @@ class PairConfig:
         Raises:
             UsageError: a model is not named, or what `load_pair` raises.
         """
-        for role in ("source", "target"):
-            if not getattr(self, role):
-                raise UsageError(f"pair.{role} is empty: give a model folder or hub id, pair.{role}=DIR.")
+        if not self.source:
+            raise UsageError("pair.source is empty: give model folders or hub ids, pair.source=DIR pair.target=DIR.")
         return load_pair(**dataclasses.asdict(self))
 
 

@@ -1,7 +1,4 @@
-"""The language of the embedded pair, and where its checkpoints and held-out text lie once they are trained and written.
-
-Importing it does no work; `scripts/train_embedded.py` writes all four places.
-"""
+"""The embedded pair: paths of its two checkpoints and of its held-out text. Importing it does no work."""
 
 from pathlib import Path
 
