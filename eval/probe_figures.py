@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kvbridge.eval.figures import ARM_NAMES, INK, figure
+from kvbridge.eval.figures import ARM_NAMES, figure
 
 CHANCE = 0.25
 
@@ -35,5 +35,5 @@ def accuracy_by_place(probes: dict[str, Any]) -> str:
         if image is not None:
             bar = drawn.colorbar(image, ax=panels, label="answers chosen rightly")
             bar.set_ticks([0, CHANCE, 0.5, 0.75, 1], labels=["0 %", "25 %, chance", "50 %", "75 %", "100 %"])
-            bar.ax.axhline(CHANCE, color=INK)
+            bar.ax.axhline(CHANCE, color="white")
     return made[0]
