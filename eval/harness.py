@@ -58,7 +58,6 @@ class ContextCounts:
     truncated: int = 0
 
 
-@register_model("kvbridge")
 class PairLM(TemplateLM):
     """One arm of a pair: the source alone, the target alone, or the target on a cache that a map carried to it.
 
@@ -254,14 +253,15 @@ class PairLM(TemplateLM):
             UsageError: a generation setting is not supported.
         """
         texts = [""] * len(requests)
-        settings = [normalize_gen_kwargs(request.args[1], self.max_gen_toks) for request in requests]
+        asked: list[Any] = [request.args for request in requests]
+        settings: list[dict[str, Any]] = [{**normalize_gen_kwargs(given, self.max_gen_toks)} for _, given in asked]
 
         def finish(reading: Reading, group: list[int]) -> None:
             for at in group:
                 texts[at] = self._continue(reading, dict(settings[at]))
-                self.cache_hook.add_partial("generate_until", requests[at].args, texts[at])
+                self.cache_hook.add_partial("generate_until", asked[at], texts[at])
 
-        contexts = [self.tok_encode(request.args[0]) for request in requests]
+        contexts = [self.tok_encode(context) for context, _ in asked]
         self._by_context(contexts, [each["max_gen_toks"] for each in settings], finish)
         return texts
 
@@ -283,3 +283,7 @@ class PairLM(TemplateLM):
             if step + 1 < limit:
                 logits = reading.model.extend(cache, chosen, reading.position + step)[:, -1]
         return postprocess_generated_text(self.tokenizer.decode(tokens, skip_special_tokens=True), stops, None)
+
+
+# Not as a decorator, which would hide the class's type.
+register_model("kvbridge")(PairLM)

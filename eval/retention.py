@@ -5,6 +5,7 @@ lm-eval is an optional extra and is imported only where a task is scored.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import logging
@@ -158,14 +159,16 @@ def score_task(name: str, arm: Any, config: RetentionConfig, folder: Path) -> di
     Raises:
         UsageError: the task cannot be scored per question.
     """
-    from lm_eval import simple_evaluate
+    import lm_eval
     from lm_eval.tasks._yaml_loader import load_yaml
 
+    # A decorator hides its parameters from the type checker.
+    simple_evaluate: Any = lm_eval.simple_evaluate
     spec: Any = name
     if name == CONTINUATION:
         spec = load_yaml(FOLDER / f"{name}.yaml") | {"dataset_kwargs": {"documents": str(_questions_file(folder))}}
     with _quiet():
-        found: Any = simple_evaluate(
+        found = simple_evaluate(
             model=arm,
             tasks=[spec],
             num_fewshot=config.fewshot,
@@ -175,10 +178,11 @@ def score_task(name: str, arm: Any, config: RetentionConfig, folder: Path) -> di
         )
     questions, correct, chance = list[str](), list[int](), list[float]()
     for task, samples in sorted(found["samples"].items()):
-        parts = _answers(task, samples, found["configs"][task]["output_type"] == "multiple_choice")
-        for whole, part in zip((questions, correct, chance), parts, strict=True):
-            whole.extend(part)
-    counts = {name: getattr(arm.counts, name) for name in ("read", "carried", "truncated")}
+        of_task = _answers(task, samples, found["configs"][task]["output_type"] == "multiple_choice")
+        questions += of_task[0]
+        correct += of_task[1]
+        chance += of_task[2]
+    counts = dataclasses.asdict(arm.counts)
     return {"questions": questions, "correct": correct, "chance": chance, "contexts": counts}
 
 
