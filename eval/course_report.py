@@ -6,7 +6,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from kvbridge.eval.figures import ARM_COLOURS, ARM_NAMES, INK, figure, logarithmic
+from kvbridge.eval.figures import ARM_COLOURS, ARM_NAMES, INK, logarithmic, svg_figure
 
 TURN_NAMES = {
     "carried_on": "carried on (new tokens mapped)",
@@ -57,7 +57,7 @@ def length_section(results: dict[str, Any]) -> dict[str, Any] | None:
         sorted(({int(length): entry for length, entry in by_length.items()} | {cost["prompt_tokens"]: main}).items())
     )
     lengths, shown = list(found), ("mapped", "source", "tail_only")
-    with figure("lengths", 7.2, 3.4) as (_, (axes,), made):
+    with svg_figure("lengths", 7.2, 3.4) as (_, (axes,), made):
         axes.set_xscale("log")
         for arm in shown:
             curve = [entry["arms"][arm]["kl"] for entry in found.values()]
@@ -83,7 +83,7 @@ def turn_section(results: dict[str, Any]) -> dict[str, Any] | None:
         return None
     count = turns["settings"]["count"]
     places = list(range(1, count + 1))
-    with figure("turns", 7.2, 3.4) as (_, (axes,), made):
+    with svg_figure("turns", 7.2, 3.4) as (_, (axes,), made):
         for arm, name in TURN_NAMES.items():
             _with_intervals(axes, places, turns["arms"][arm]["kl"], TURN_COLOURS[arm], name)
         _finish(axes, places, "hand-off in the conversation")

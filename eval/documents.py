@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -19,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from kvbridge.calibration.blocks import encode
 from kvbridge.calibration.corpus import Corpus
 from kvbridge.errors import CorpusError, UsageError
+from kvbridge.eval.frame import Frame, bare, chat_frame
 from kvbridge.plan import HandoffPlan
 
 
@@ -43,45 +43,6 @@ class Document:
         return replace(plan, native_tail=max(plan.native_tail, self.scaffolding))
 
 
-class Frame(NamedTuple):
-    """Tokens around a text: none for raw documents, those of the target's template for a chat.
-
-    Attributes:
-        before: in front of the text.
-        after: between the text and the answer.
-    """
-
-    before: list[int]
-    after: list[int]
-
-
-REQUEST = "Go on with this text, and write nothing but its continuation:\n\n"
-_TEXT = "\x00text\x00"
-
-
-def _bare(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Tokens of a piece of text that does not begin a prompt."""
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return ids
-
-
-def chat_frame(tokenizer: PreTrainedTokenizerBase) -> Frame:
-    """The frame in which a user asks the assistant to go on with a text.
-
-    Raises:
-        UsageError: the tokenizer has no chat template, or one that changes the text.
-    """
-    if not tokenizer.chat_template:
-        raise UsageError("eval.format=chat: the target's tokenizer has no chat template; give eval.format=raw.")
-    rendered = tokenizer.apply_chat_template(
-        [{"role": "user", "content": REQUEST + _TEXT}], tokenize=False, add_generation_prompt=True
-    )
-    before, found, after = str(rendered).partition(_TEXT)
-    if not found:
-        raise UsageError("eval.format=chat: the chat template changes the text; give eval.format=raw.")
-    return Frame(_bare(tokenizer, before), _bare(tokenizer, after))
-
-
 def long_enough(
     corpus: Corpus, tokenizer: PreTrainedTokenizerBase, tokens: int, *, join: bool, framed: bool
 ) -> Iterator[tuple[str, list[int]]]:
@@ -94,9 +55,9 @@ def long_enough(
     name, ids = "", []
     for following, text in corpus.in_order():
         if join and ids:
-            ids = ids + _bare(tokenizer, "\n\n" + text)
+            ids = ids + bare(tokenizer, "\n\n" + text)
         else:
-            name, ids = following, _bare(tokenizer, text) if framed else encode(tokenizer, text)
+            name, ids = following, bare(tokenizer, text) if framed else encode(tokenizer, text)
         if len(ids) >= tokens:
             yield name, ids
             ids = []

@@ -51,7 +51,7 @@ STYLE = {
 
 
 @contextmanager
-def figure(
+def svg_figure(
     name: str, width: float, height: float, columns: int = 1, rows: int = 1
 ) -> Iterator[tuple[Figure, list[Axes], list[str]]]:
     """A figure and its axes, row by row; the SVG text is appended to the list on leaving."""
@@ -76,7 +76,7 @@ def logarithmic(axis: Axis) -> None:
 
 def kl_by_position(results: dict[str, Any]) -> str:
     """Mean KL after the hand-off, token by token, on a logarithmic axis."""
-    with figure("kl", 7.2, 3.6) as (_, (axes,), made):
+    with svg_figure("kl", 7.2, 3.6) as (_, (axes,), made):
         for arm, colour in ARM_COLOURS.items():
             curve = results["by_position"].get(arm, {}).get("kl")
             if curve and arm != "injected":
@@ -97,7 +97,7 @@ def r2_heat_map(results: dict[str, Any]) -> str | None:
     if not all(grids.values()):
         return None
     layers = len(grids["keys"] or [])
-    with figure("r2", 5.4, 0.6 + 0.17 * max(layers, 8), columns=2) as (drawn, axes, made):
+    with svg_figure("r2", 5.4, 0.6 + 0.17 * max(layers, 8), columns=2) as (drawn, axes, made):
         image = None
         for panel, (kind, grid) in zip(axes, grids.items(), strict=True):
             image = panel.imshow(grid, vmin=0, vmax=1, cmap="viridis", aspect="auto", interpolation="nearest")
@@ -116,7 +116,7 @@ def selected_layers(results: dict[str, Any]) -> str | None:
     if not chosen:
         return None
     source_layers = results["pair"]["source"]["geometry"]["layers"]
-    with figure("layers", 5.4, 0.9 + 0.15 * max(len(chosen), 8)) as (_, (axes,), made):
+    with svg_figure("layers", 5.4, 0.9 + 0.15 * max(len(chosen), 8)) as (_, (axes,), made):
         points = [(source, target) for target, sources in enumerate(chosen) for source in sources]
         axes.scatter(*zip(*points, strict=True), s=16, color=ARM_COLOURS["mapped"])
         axes.set_xlim(-0.7, source_layers - 0.3)
@@ -132,7 +132,7 @@ def selected_layers(results: dict[str, Any]) -> str | None:
 def kl_by_document(results: dict[str, Any]) -> str:
     """KL of every document in every arm: one dot a document, a bar at the mean."""
     arms = [arm for arm in ARM_COLOURS if arm in results["arms"] and arm != "injected"]
-    with figure("documents", 7.2, 0.9 + 0.42 * len(arms)) as (_, (axes,), made):
+    with svg_figure("documents", 7.2, 0.9 + 0.42 * len(arms)) as (_, (axes,), made):
         for row, arm in enumerate(arms):
             values = [max(document[arm]["kl"], 1e-5) for document in results["documents"]]
             axes.scatter(values, [row] * len(values), s=14, alpha=0.45, color=ARM_COLOURS[arm], linewidths=0)
@@ -150,7 +150,7 @@ def cost_bars(results: dict[str, Any]) -> str:
     """Where the hand-off's FLOPs go, as shares of the target's prefill."""
     parts = results["cost"]["flops_share_by_part"]
     colours = {"sinks": "#7d8590", "head": "#8b6fd6", "map": "#2f81f7", "tail": "#2da36f"}
-    with figure("cost", 7.2, 1.5) as (_, (axes,), made):
+    with svg_figure("cost", 7.2, 1.5) as (_, (axes,), made):
         left = 0.0
         for name, share in parts.items():
             axes.barh(

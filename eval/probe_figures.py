@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kvbridge.eval.figures import ARM_NAMES, figure
+from kvbridge.eval.figures import ARM_NAMES, svg_figure
 
 CHANCE = 0.25
 
@@ -16,7 +16,7 @@ def accuracy_by_place(probes: dict[str, Any]) -> str:
     places = probes["places"]
     lengths, depths = (sorted({place[name] for place in places}) for name in ("length", "depth"))
     arms = list(probes["arms"])
-    with figure("probes", 7.2, 1.6 + 0.56 * len(depths), columns=3, rows=2) as (drawn, panels, made):
+    with svg_figure("probes", 7.2, 1.6 + 0.56 * len(depths), columns=3, rows=2) as (drawn, panels, made):
         image = None
         for at, (panel, arm) in enumerate(zip(panels, arms, strict=True)):
             shares = {(p["length"], p["depth"]): p["arms"][arm]["choice"]["mean"] for p in places}

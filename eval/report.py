@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def load_results(folder: Path) -> dict[str, Any]:
     return results
 
 
-def _cell(metric: str, value: dict[str, Any]) -> tuple[str, str]:
+def metric_cell(metric: str, value: dict[str, Any]) -> tuple[str, str]:
     """Mean and 95 % interval of one metric, as text."""
     if value["mean"] is None:
         return "—", ""
@@ -73,7 +74,7 @@ def arms_table(results: dict[str, Any]) -> list[dict[str, Any]]:
         {
             "arm": arm,
             "name": figures.ARM_NAMES[arm],
-            "cells": [_cell(metric, results["arms"][arm].get(metric, {"mean": None})) for metric in COLUMNS],
+            "cells": [metric_cell(metric, results["arms"][arm].get(metric, {"mean": None})) for metric in COLUMNS],
         }
         for arm in order
     ]
@@ -223,7 +224,19 @@ def write_report(folder: Path) -> tuple[Path, Path]:
     Raises:
         UsageError: the folder holds no readable results.
     """
-    context = _context(load_results(folder))
+    page, twin = render(folder, ("report.html", "report.md"), _context(load_results(folder)))
+    return page, twin
+
+
+def _markdown_cell(text: str) -> str:
+    """Text that neither ends a table's cell nor becomes markup."""
+    for mark in "\\|<>`*_[]":
+        text = text.replace(mark, f"\\{mark}")
+    return " ".join(text.split())
+
+
+def render(folder: Path, names: Sequence[str], context: dict[str, Any]) -> list[Path]:
+    """Write pages from the templates of the same names into a folder, each all of it or nothing."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("kvbridge.eval"),
         autoescape=jinja2.select_autoescape(["html.j2"]),
@@ -231,12 +244,12 @@ def write_report(folder: Path) -> tuple[Path, Path]:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters["percent"] = percent
+    environment.filters |= {"percent": percent, "cell": _markdown_cell}
     written = []
-    for name in ("report.html", "report.md"):
+    for name in names:
         path = folder / name
         partial = path.with_name(name + ".partial")
         partial.write_text(environment.get_template(f"{name}.j2").render(context))
         os.replace(partial, path)
         written.append(path)
-    return written[0], written[1]
+    return written

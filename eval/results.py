@@ -13,11 +13,11 @@ selected_layers     kind → source layers that each target layer reads
 samples             prompt end, gold text and greedy continuation per arm of the first documents
 cost                shares of prefill FLOPs, times to first token, memory, artifact size
 by_length           null, or prompt length → arms as above, share of prefill FLOPs, equal_cost_tail, documents
+probes              null where none were asked; else settings, records (task, length, depth, arm → choice and generated,
+                    0 or 1), arm → accuracy pooled, paired differences, and accuracies by task, length, place and cell
 turns               null, or settings, arm → metric → one {mean, ci95, n} per turn, and the conversations
 retention           null, or per benchmark task: n, chance, scores per arm, gap_recovered, retention, mcnemar, shares of
                     contexts carried and truncated, questions and each arm's answers to them
-probes              null where none were asked; else settings, records (task, length, depth, arm → choice and generated,
-                    0 or 1), arm → accuracy pooled, paired differences, and accuracies by task, length, place and cell
 """
 
 from __future__ import annotations

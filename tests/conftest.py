@@ -1,9 +1,11 @@
 """Offline, seeded, and on the installed package."""
 
 import os
+import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 os.environ.update(
     HF_HUB_OFFLINE="1",
@@ -17,6 +19,8 @@ os.environ.update(
 
 import pytest
 import torch
+
+from command_line import SIZES, Ran, Run, as_overrides
 
 CHECKOUT = Path(__file__).parents[1]
 
@@ -41,3 +45,44 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Overrides that make every command work, by name."""
+    from tiny_pair import save_pair, tiny_pair, write_corpus
+
+    folder = tmp_path_factory.mktemp("inputs")
+    source, target = save_pair(tiny_pair(), folder)
+    return SIZES | {
+        "pair.source": source,
+        "pair.target": target,
+        "calibration.corpus": write_corpus(folder / "calibration.jsonl.gz"),
+        "eval.corpus": write_corpus(folder / "eval.jsonl", documents=6, seed=1),
+    }
+
+
+@pytest.fixture
+def kvbridge(
+    settings: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Run:
+    """Run a command in this process, in an empty folder; its overrides come on top of those that work."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+
+    # Imported here, after the hook that checks shapes is in place.
+    from kvbridge import cli
+
+    def run(command: str, *overrides: str, without: tuple[str, ...] = ()) -> Ran:
+        changed = {override.split("=")[0].lstrip("+") for override in overrides} | set(without)
+        kept = as_overrides({name: value for name, value in settings.items() if name not in changed})
+        monkeypatch.setattr(sys, "argv", ["kvbridge", command, *kept, *overrides])
+        capsys.readouterr()
+        try:
+            code: Any = cli.main()
+        except SystemExit as stop:
+            code = stop.code
+        return Ran.of(code, *capsys.readouterr())
+
+    return run

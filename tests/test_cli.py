@@ -6,14 +6,12 @@ import json
 import re
 import subprocess
 import sys
-import sysconfig
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from command_line import SCRIPT, Ran, Run, as_overrides, in_process_of_its_own, left, sentence
 from kvbridge import cli
 from kvbridge.bridge import Bridge
 from kvbridge.cli import COMMANDS, commands
@@ -21,98 +19,9 @@ from kvbridge.errors import KVBridgeError
 from kvbridge.eval import results as results_module
 from kvbridge.eval.fidelity import METRICS
 from kvbridge.eval.gate import GateReport
-from tiny_pair import save_pair, tiny_pair, write_corpus
+from tiny_pair import tiny_pair
 
-SCRIPT = Path(sysconfig.get_path("scripts")) / "kvbridge"
-PROGRESS = re.compile(r"^(calibrate|evaluate|probe)( \d+/\d+)?: +\d+%\|")
 ARMS = ["native", "mapped", "injected", "source", "tail_only", "other_document", "no_context"]
-SIZES = {
-    "pair.dtype": "float32",
-    "pair.device": "cpu",
-    "calibration.tokens": 2048,
-    "calibration.block": 64,
-    "eval.documents": 3,
-    "eval.tokens": 96,
-    "eval.prompt": 80,
-    "eval.rollout": 4,
-    "eval.samples": 2,
-    "eval.resamples": 100,
-    "mapper.k": 2,
-}
-
-
-@dataclass(frozen=True)
-class Ran:
-    """What a command left: exit code, standard output, and standard error without progress bars."""
-
-    code: int
-    out: str
-    errors: list[str]
-
-    @classmethod
-    def of(cls, code: Any, out: str, err: str) -> Ran:
-        lines = re.split(r"[\r\n]+", err)
-        return cls(code or 0, out, [line for line in lines if line.strip() and not PROGRESS.search(line)])
-
-
-Run = Callable[..., Ran]
-
-
-@pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Overrides that make every command work, by name."""
-    folder = tmp_path_factory.mktemp("inputs")
-    source, target = save_pair(tiny_pair(), folder)
-    return SIZES | {
-        "pair.source": source,
-        "pair.target": target,
-        "calibration.corpus": write_corpus(folder / "calibration.jsonl.gz"),
-        "eval.corpus": write_corpus(folder / "eval.jsonl", documents=6, seed=1),
-    }
-
-
-def as_overrides(settings: dict[str, Any]) -> list[str]:
-    return [f"{name}={value}" for name, value in settings.items() if value is not None]
-
-
-@pytest.fixture
-def kvbridge(
-    settings: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Run:
-    """Run a command in this process, in an empty folder; its overrides come on top of those that work."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(command: str, *overrides: str, without: tuple[str, ...] = ()) -> Ran:
-        changed = {override.split("=")[0].lstrip("+") for override in overrides} | set(without)
-        kept = as_overrides({name: value for name, value in settings.items() if name not in changed})
-        monkeypatch.setattr(sys, "argv", ["kvbridge", command, *kept, *overrides])
-        capsys.readouterr()
-        try:
-            code: Any = cli.main()
-        except SystemExit as stop:
-            code = stop.code
-        return Ran.of(code, *capsys.readouterr())
-
-    return run
-
-
-def in_process_of_its_own(*arguments: str, folder: Path) -> Ran:
-    done = subprocess.run([SCRIPT, *arguments], cwd=folder, capture_output=True, text=True, check=False)
-    return Ran.of(done.returncode, done.stdout, done.stderr)
-
-
-def left(folder: Path) -> set[str]:
-    """Files that were written, by their place in the folder."""
-    return {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
-
-
-def sentence(ran: Ran) -> str:
-    """The one sentence of a refusal."""
-    assert ran.code == 2
-    assert [line[:17] for line in ran.errors] == ["kvbridge: error: "], ran.errors
-    return ran.errors[0].removeprefix("kvbridge: error: ")
 
 
 # Help
@@ -151,7 +60,7 @@ def test_the_version_is_that_of_the_wheel(monkeypatch: pytest.MonkeyPatch, capsy
 def test_help_of_a_command_lists_groups_and_settings(kvbridge: Run) -> None:
     ran = kvbridge("run", "--help")
     assert (ran.code, ran.errors) == (0, [])
-    assert "mapper: identity, ridge" in ran.out
+    assert "mapper: identity, random, ridge" in ran.out
     for setting in ("native_tail: 16", "tokens: 2048", "resamples: 100", "out: runs/"):
         assert setting in ran.out
 
@@ -195,7 +104,7 @@ def test_results_can_be_repeated_from_what_they_say(results: dict[str, Any], set
     assert run["seeds"] == {"calibration": 0, "eval": 0}
     assert (run["device"], run["dtype"]) == ("cpu", "float32")
     assert run["threads"] >= 1
-    assert set(run["seconds"]) == {"calibrate", "fit", "evaluate"}
+    assert set(run["seconds"]) == {"calibrate", "fit", "documents"}
     for name, value in settings.items():
         group, option = name.split(".")
         assert run["settings"][group][option] == (str(value) if isinstance(value, Path) else value)
@@ -373,14 +282,14 @@ def test_eval_asks_probes_after_fidelity(
     given = [f"bridge={finished[0]}/bridge", "out=asked", "eval.probes.count=1", "eval.probes.tasks=[passkey]"]
     given.append("eval.probes.lengths=[320]")
     with monkeypatch.context() as patch:
-        patch.setattr("kvbridge.eval.ask_probes", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr("kvbridge.eval.suite.ask_probes", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         assert kvbridge("eval", *given).code == 130
     documents = tmp_path / "asked" / "documents.partial.jsonl"
     before = documents.read_text()
     assert len(before.splitlines()) == 1 + 3
     with monkeypatch.context() as patch:
-        patch.setattr("kvbridge.eval.ask_probes", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
-        patch.setattr("kvbridge.eval.arms.standard_arms", lambda *_: {})
+        patch.setattr("kvbridge.eval.suite.ask_probes", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr("kvbridge.eval.suite.standard_arms", lambda *_: {})
         assert kvbridge("eval", *given, "eval.probes.depths=[0.5]").code == 130
     assert documents.read_text() == before
     ran = kvbridge("eval", *given, "eval.probes.depths=[0,1]")
@@ -391,46 +300,8 @@ def test_eval_asks_probes_after_fidelity(
     assert results["probes"] is None
     assert [record["depth"] for record in asked["probes"]["records"]] == [0, 1]
     assert asked["probes"]["settings"] == asked["run"]["settings"]["eval"]["probes"]
-    assert left(tmp_path) == {"asked/results.json", "asked/report.html", "asked/report.md"}
+    assert left(tmp_path) == {"asked/results.json", "asked/report.html", "asked/report.md", "asked/status.json"}
     assert "What the cache still holds" in (tmp_path / "asked" / "report.html").read_text()
-
-
-# Sweeps
-
-
-def test_a_sweep_runs_every_job(kvbridge: Run, finished: tuple[Path, Ran], tmp_path: Path) -> None:
-    moments = f"moments={finished[0]}/calibration"
-    ran = kvbridge("run", "-m", moments, "mapper.k=1,2", "eval.documents=2", "out=sweep/k-${mapper.k}")
-    assert (ran.code, ran.errors) == (0, [])
-    for k in (1, 2):
-        found = json.loads((tmp_path / f"sweep/k-{k}/results.json").read_text())
-        assert found["mapper"]["k"] == k
-        assert Bridge.from_pretrained(tmp_path / f"sweep/k-{k}/bridge").mapper["k"] == k
-
-
-@pytest.mark.parametrize("order", ["0,2", "2,0"])
-def test_a_failing_job_does_not_sink_the_other(
-    order: str, kvbridge: Run, finished: tuple[Path, Ran], tmp_path: Path
-) -> None:
-    moments = f"moments={finished[0]}/calibration"
-    ran = kvbridge("fit", moments, f"mapper.k={order}", "out=sweep/k-${mapper.k}", "-m")
-    assert sentence(ran).startswith("mapper.k=0, mapper.penalty=0.01: expected k ≥ 1")
-    assert Bridge.from_pretrained(tmp_path / "sweep/k-2/bridge").mapper["k"] == 2
-    assert not (tmp_path / "sweep/k-0").exists()
-
-
-def test_every_failing_job_has_its_line(kvbridge: Run, finished: tuple[Path, Ran]) -> None:
-    ran = kvbridge("fit", f"moments={finished[0]}/calibration", "mapper.k=0,-1", "out=sweep/k-${mapper.k}", "-m")
-    assert ran.code == 2
-    assert [re.match(r"kvbridge: error: mapper\.k=(\S+),", line)[1] for line in ran.errors] == ["0", "-1"]
-
-
-def test_jobs_that_would_overwrite_each_other_are_refused(
-    kvbridge: Run, finished: tuple[Path, Ran], tmp_path: Path
-) -> None:
-    ran = kvbridge("fit", f"moments={finished[0]}/calibration", "mapper.k=1,2", "out=sweep", "-m")
-    assert sentence(ran).startswith("out=sweep holds an earlier job of this sweep")
-    assert Bridge.from_pretrained(tmp_path / "sweep/bridge").mapper["k"] == 1
 
 
 # Refusals
@@ -448,7 +319,7 @@ REFUSED: dict[str, tuple[str, list[str], str]] = {
     "type": ("run", ["mapper.k=abc"], r"mapper\.k=abc: Value 'abc' of type 'str' could not be converted to Integer"),
     "list": ("run", ["mapper.k=1,2"], r"^Ambiguous value for argument 'mapper\.k=1,2': give -m for a sweep"),
     "interpolation": ("run", ["mapper.k=${nope}"], r"^Interpolation key 'nope' not found"),
-    "group-option": ("run", ["mapper=magic"], r"Could not find 'mapper/magic'; available: identity, ridge\.$"),
+    "group-option": ("run", ["mapper=magic"], r"Could not find 'mapper/magic'; available: identity, random, ridge\.$"),
     "experiment": ("run", ["experiment=magic"], r"Could not find 'experiment/magic'; available: .*published_ridge"),
     "mapper": ("run", ["mapper.heads=some"], r"^mapper\.heads=some: expected one of all, matched\.$"),
     "plan": ("run", ["plan.native_tail=0"], r"^plan\.native_tail=0: the target must read at least the last"),
@@ -475,6 +346,10 @@ REFUSED: dict[str, tuple[str, list[str], str]] = {
     "one-document": ("run", ["eval.documents=1"], r"^eval\.documents=1: the other-document arm needs at least two"),
     "no-prompt": ("run", ["eval.prompt=96"], r"eval\.prompt=96, eval\.tokens=96: expected .*prompt < tokens"),
     "shard": ("calibrate", ["calibration.shard=3/2"], r"^calibration\.shard=3/2: expected i/n with 0 ≤ i < n"),
+    "unswept-experiment": ("run", ["experiment=sweep_k"], r"^this experiment sweeps mapper\.k: give -m\.$"),
+    "launcher": ("run", ["launcher=ray"], r"^launcher=ray needs a plug-in: pip install hydra-ray-launcher"),
+    "logger-mode": ("run", ["logger=wandb", "logger.mode=on"], r"^logger\.mode=on: expected one of online, offline,"),
+    "logger-setting": ("run", ["logger.project=x"], r"^Could not override 'logger\.project'"),
     "no-moments": ("fit", [], r"^out/calibration/moments\.safetensors: no moments there; run `kvbridge calibrate`"),
     "no-bridge": ("eval", [], r"^out/bridge: no bridge there; give bridge=DIR, or out= of a finished run\.$"),
     "unread-bridge": ("run", ["bridge=/nope"], r"^bridge=/nope is not read by this command; leave it out\.$"),
@@ -514,7 +389,9 @@ def test_too_few_rows_leave_no_bridge(kvbridge: Run, tmp_path: Path) -> None:
         "60 calibration rows for 64 features per map: a ridge fit needs more rows than features "
         "(ten times as many to be trusted). Raise calibration.tokens or lower mapper.k."
     )
-    assert left(tmp_path) <= {"out/calibration/moments.safetensors"}
+    assert left(tmp_path) == {"out/calibration/moments.safetensors", "out/status.json"}
+    status = json.loads((tmp_path / "out/status.json").read_text())
+    assert (status["state"], status["error"]) == ("failed", said)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,9 @@ from kvbridge.errors import CorpusError, PlanError, UsageError
 from kvbridge.eval import EvalConfig
 from kvbridge.eval.arms import standard_arms
 from kvbridge.eval.course_report import length_section, turn_section
-from kvbridge.eval.documents import REQUEST, Document, chat_frame, take_documents
+from kvbridge.eval.documents import Document, take_documents
 from kvbridge.eval.fidelity import evaluate
+from kvbridge.eval.frame import REQUEST, chat_frame
 from kvbridge.eval.lengths import evaluate_lengths
 from kvbridge.eval.results import summarise_arms
 from kvbridge.eval.suite import Subject, Task, measure, prepare

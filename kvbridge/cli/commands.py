@@ -6,87 +6,19 @@ import dataclasses
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from kvbridge.bridge import Bridge, bridge_bytes
 from kvbridge.cli.describe import print_results
-from kvbridge.cli.settings import PairConfig
+from kvbridge.cli.settings import Settings
 from kvbridge.errors import UsageError
 from kvbridge.fingerprint import digest
-from kvbridge.pair import EMBEDDED, ModelPair
-from kvbridge.plan import HandoffPlan
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """One composed configuration, every group as the object it describes."""
-
-    pair: PairConfig
-    mapper: Any
-    plan: HandoffPlan
-    calibration: Any
-    eval: Any
-    out: Path
-    moments: Path | None
-    bridge: str | None
-    plain: dict[str, Any]
-
-    @classmethod
-    def of(cls, config: DictConfig) -> Settings:
-        """The objects of a composed configuration.
-
-        Raises:
-            UsageError: a setting was added that nothing reads, `out` is empty, or what the objects' own checks raise.
-        """
-        names = ("pair", "mapper", "plan", "calibration", "eval")
-        _refuse_additions("", config)
-        if not config.out:
-            raise UsageError("out is empty: give the folder of the run, out=DIR.")
-        groups: dict[str, Any] = {name: OmegaConf.to_object(config[name]) for name in names}
-        plain: Any = OmegaConf.to_container(config, resolve=True)
-        plain["mapper"] = {"name": groups["mapper"].name} | plain["mapper"]
-        _check_text(groups)
-        moments = Path(config.moments).expanduser() if config.moments else None
-        return cls(**groups, out=Path(config.out).expanduser(), moments=moments, bridge=config.bridge, plain=plain)
-
-    def refuse(self, name: str) -> None:
-        """Refuse a setting that this command does not read.
-
-        Raises:
-            UsageError: it was given.
-        """
-        if getattr(self, name) is not None:
-            raise UsageError(f"{name}={getattr(self, name)} is not read by this command; leave it out.")
-
-    @property
-    def calibration_folder(self) -> Path:
-        return self.moments or self.out / "calibration"
-
-
-def _check_text(groups: dict[str, Any]) -> None:
-    """Refuse the embedded pair's text for other models: it is a language of its own."""
-    for name in ("calibration", "eval"):
-        if groups[name].corpus == EMBEDDED and groups["pair"].source != EMBEDDED:
-            raise UsageError(
-                f"{name}.corpus={EMBEDDED} is the embedded pair's text, and pair.source={groups['pair'].source}; "
-                f"add pair=local and give {name}.corpus=FILE."
-            )
-
-
-def _refuse_additions(group: str, node: DictConfig) -> None:
-    schema: Any = OmegaConf.get_type(node)
-    known = [field.name for field in dataclasses.fields(schema)]
-    added = [key for key in node if key not in known]
-    if added:
-        raise UsageError(f"{group}{added[0]} is no setting; expected one of {', '.join(known)}.")
-    for name in known:
-        if OmegaConf.is_dict(node[name]):
-            _refuse_additions(f"{group}{name}.", node[name])
+from kvbridge.pair import ModelPair
+from kvbridge.processes import process_state
 
 
 @contextmanager
@@ -96,15 +28,25 @@ def _timed(seconds: dict[str, float], step: str) -> Iterator[None]:
     seconds[step] = time.perf_counter() - start
 
 
-def _calibrate(settings: Settings, pair: ModelPair) -> Any:
-    from kvbridge.calibration import CalibrationMoments, calibrate
+def _moments_folder(settings: Settings, pair: ModelPair) -> Path:
+    """Where the moments of this run lie, or will lie."""
+    from kvbridge.calibration import moments_folder
+
+    if settings.moments is not None or settings.moments_store is None:
+        return settings.calibration_folder
+    return moments_folder(pair, settings.calibration, settings.mapper.blocks(), settings.moments_store)
+
+
+def _calibrate(settings: Settings, pair: ModelPair, folder: Path) -> Any:
+    from kvbridge.calibration import CalibrationMoments, calibrate, calibrate_once
 
     if settings.moments is not None:
         moments = CalibrationMoments.load(settings.moments / "moments.safetensors")
         moments.require_pair(pair)
         moments.require(settings.mapper.blocks())
         return moments
-    return calibrate(pair, settings.calibration, settings.mapper.blocks(), settings.calibration_folder)
+    collect = calibrate if settings.moments_store is None else calibrate_once
+    return collect(pair, settings.calibration, settings.mapper.blocks(), folder)
 
 
 def _fit(settings: Settings, pair: ModelPair, moments: Any) -> Bridge:
@@ -134,6 +76,8 @@ def _prepare(settings: Settings, pair: ModelPair) -> tuple[Any, dict[str, Any]]:
     """What will be scored, after everything that can be checked before a long run."""
     from kvbridge.eval import suite
 
+    if settings.logger is not None:
+        settings.logger.require()
     task = suite.Task.of(pair, settings.plan, settings.eval, settings.out)
     return task, suite.prepare(task)
 
@@ -149,6 +93,7 @@ def _evaluate(
     from kvbridge.eval import build_results, suite, write_results
     from kvbridge.eval.report import write_report
     from kvbridge.eval.results import describe_run
+    from kvbridge.eval.tracking import track
     from kvbridge.kernels import FormMap
 
     task, parts = prepared
@@ -165,44 +110,58 @@ def _evaluate(
     print_results(results)
     page, _ = write_report(settings.out)
     print(f"report: {page}")
+    if settings.logger is not None:
+        track(settings.logger, results, location, settings.out)
 
 
 def run_command(config: DictConfig) -> None:
     """Calibrate, fit and evaluate."""
+    from kvbridge.eval.status import is_finished, recorded
+
     settings, seconds = Settings.of(config), {}
     settings.refuse("bridge")
+    if is_finished(settings.out, settings.plain):
+        print(f"{settings.out}: done already")
+        return
     pair = settings.pair.load()
     prepared = _prepare(settings, pair)
-    with _timed(seconds, "calibrate"):
-        moments = _calibrate(settings, pair)
-    if moments is None:
-        return
-    with _timed(seconds, "fit"):
-        bridge = _fit(settings, pair, moments)
-    del moments
-    _evaluate(settings, bridge, prepared, settings.out / "bridge", seconds)
+    with recorded(settings.out, settings.plain, process_state().is_main_process):
+        with _timed(seconds, "calibrate"):
+            moments = _calibrate(settings, pair, _moments_folder(settings, pair))
+        if moments is None:
+            return
+        with _timed(seconds, "fit"):
+            bridge = _fit(settings, pair, moments)
+        del moments
+        _evaluate(settings, bridge, prepared, settings.out / "bridge", seconds)
 
 
 def calibrate_command(config: DictConfig) -> None:
     """Collect the moments that the mapper asks for."""
     settings = Settings.of(config)
     settings.refuse("bridge")
-    moments = _calibrate(settings, settings.pair.load())
+    pair = settings.pair.load()
+    folder = _moments_folder(settings, pair)
+    moments = _calibrate(settings, pair, folder)
     if moments is not None:
         rows = {"/".join(key): part.rows for key, part in moments.sets.items()}
-        print(f"{settings.calibration_folder / 'moments.safetensors'}: rows {rows}")
+        print(f"{folder / 'moments.safetensors'}: rows {rows}")
 
 
 def fit_command(config: DictConfig) -> None:
     """Fit a map on finished moments."""
     settings = Settings.of(config)
     settings.refuse("bridge")
-    moments = settings.calibration_folder / "moments.safetensors"
-    if not moments.is_file():
-        raise UsageError(f"{moments}: no moments there; run `kvbridge calibrate` first, or give moments=DIR.")
-    pair = settings.pair.load()
-    reused = dataclasses.replace(settings, moments=settings.calibration_folder)
-    bridge = _fit(reused, pair, _calibrate(reused, pair))
+    stored = settings.moments is None and settings.moments_store is not None
+    pair = settings.pair.load() if stored else None
+    folder = _moments_folder(settings, pair) if pair else settings.calibration_folder
+    if not (folder / "moments.safetensors").is_file():
+        raise UsageError(
+            f"{folder / 'moments.safetensors'}: no moments there; run `kvbridge calibrate` first, or give moments=DIR."
+        )
+    pair = pair or settings.pair.load()
+    reused = dataclasses.replace(settings, moments=folder)
+    bridge = _fit(reused, pair, _calibrate(reused, pair, folder))
     print(f"{settings.out / 'bridge'}: {bridge.parameters():,} numbers")
 
 
@@ -221,15 +180,22 @@ def _bridge_location(settings: Settings) -> str:
 
 def eval_command(config: DictConfig) -> None:
     """Score a finished bridge."""
+    from kvbridge.eval.status import is_finished, recorded
+
     settings = Settings.of(config)
     settings.refuse("moments")
     location = _bridge_location(settings)
     settings.plain["bridge"] = location
+    if is_finished(settings.out, settings.plain):
+        print(f"{settings.out}: done already")
+        return
     unchecked = Bridge.from_pretrained(location)
     pair = settings.pair.load()
     unchecked.require_pair(pair)
     folder = Path(location).expanduser()
-    _evaluate(settings, unchecked, _prepare(settings, pair), folder if folder.is_dir() else None, {})
+    prepared = _prepare(settings, pair)
+    with recorded(settings.out, settings.plain, process_state().is_main_process):
+        _evaluate(settings, unchecked, prepared, folder if folder.is_dir() else None, {})
 
 
 def inspect_command(config: DictConfig) -> None:

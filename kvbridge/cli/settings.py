@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from kvbridge.errors import UsageError
-from kvbridge.pair import ModelPair, load_pair
+from kvbridge.pair import EMBEDDED, ModelPair, load_pair
+from kvbridge.plan import HandoffPlan
 
 
 @dataclass
@@ -58,7 +60,85 @@ class RootConfig:
     experiment: Any = None
     out: str = MISSING
     moments: str | None = None
+    moments_store: str | None = None
     bridge: str | None = None
+    logger: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """One composed configuration, every group as the object it describes."""
+
+    pair: PairConfig
+    mapper: Any
+    plan: HandoffPlan
+    calibration: Any
+    eval: Any
+    out: Path
+    moments: Path | None
+    moments_store: Path | None
+    bridge: str | None
+    logger: Any
+    plain: dict[str, Any]
+
+    @classmethod
+    def of(cls, config: DictConfig) -> Settings:
+        """The objects of a composed configuration.
+
+        Raises:
+            UsageError: a setting was added that nothing reads, `out` is empty, or what the objects' own checks raise.
+        """
+        names = ("pair", "mapper", "plan", "calibration", "eval")
+        _refuse_additions("", config)
+        if not config.out:
+            raise UsageError("out is empty: give the folder of the run, out=DIR.")
+        groups: dict[str, Any] = {name: OmegaConf.to_object(config[name]) for name in names}
+        plain: Any = OmegaConf.to_container(config, resolve=True)
+        plain["mapper"] = {"name": groups["mapper"].name} | plain["mapper"]
+        _check_text(groups)
+        folders = {
+            name: Path(config[name]).expanduser() if config[name] else None for name in ("moments", "moments_store")
+        }
+        logger = OmegaConf.to_object(config.logger) if config.logger else None
+        out = Path(config.out).expanduser()
+        return cls(**groups, **folders, out=out, bridge=config.bridge, logger=logger, plain=plain)
+
+    def refuse(self, name: str) -> None:
+        """Refuse a setting that this command does not read.
+
+        Raises:
+            UsageError: it was given.
+        """
+        if getattr(self, name) is not None:
+            raise UsageError(f"{name}={getattr(self, name)} is not read by this command; leave it out.")
+
+    @property
+    def calibration_folder(self) -> Path:
+        """Where the moments lie if `moments_store` does not say otherwise."""
+        return self.moments or self.out / "calibration"
+
+
+def _check_text(groups: dict[str, Any]) -> None:
+    """Refuse the embedded pair's text for other models: it is a language of its own."""
+    for name in ("calibration", "eval"):
+        if groups[name].corpus == EMBEDDED and groups["pair"].source != EMBEDDED:
+            raise UsageError(
+                f"{name}.corpus={EMBEDDED} is the embedded pair's text, and pair.source={groups['pair'].source}; "
+                f"add pair=local and give {name}.corpus=FILE."
+            )
+
+
+def _refuse_additions(group: str, node: DictConfig) -> None:
+    schema: Any = OmegaConf.get_type(node)
+    # A group that is left out, such as logger=none, has no settings at all.
+    known = [field.name for field in dataclasses.fields(schema)] if dataclasses.is_dataclass(schema) else []
+    added = [key for key in node if key not in known]
+    if added:
+        expected = f"one of {', '.join(known)}" if known else "none"
+        raise UsageError(f"{group}{added[0]} is no setting; expected {expected}.")
+    for name in known:
+        if OmegaConf.is_dict(node[name]):
+            _refuse_additions(f"{group}{name}.", node[name])
 
 
 def _editable(schema: type) -> DictConfig:
@@ -72,13 +152,14 @@ def register() -> None:
     """Make the rooms' dataclasses known to Hydra as the schemas of their groups."""
     from kvbridge.calibration import CalibrationConfig
     from kvbridge.eval import EvalConfig
+    from kvbridge.eval.tracking import WandbConfig
     from kvbridge.mappers import available
-    from kvbridge.plan import HandoffPlan
 
     store = ConfigStore.instance()
     store.store(name="root_schema", node=_editable(RootConfig))
     groups = {"pair": PairConfig, "plan": HandoffPlan, "calibration": CalibrationConfig, "eval": EvalConfig}
     for group, schema in groups.items():
         store.store(group=group, name="schema", node=_editable(schema))
+    store.store(group="logger", name="wandb_schema", node=_editable(WandbConfig))
     for name, mapper in available().items():
         store.store(group="mapper", name=name, node=_editable(mapper))
