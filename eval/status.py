@@ -15,6 +15,7 @@ from typing import Any
 from kvbridge import __version__
 from kvbridge.errors import KVBridgeError, UsageError
 from kvbridge.eval.report import load_results, write_report
+from kvbridge.processes import process_state
 
 STATUS = "status.json"
 # Settings that change neither what is computed nor its outcome.
@@ -131,14 +132,21 @@ def is_finished(folder: Path, settings: dict[str, Any]) -> bool:
         UsageError: the folder holds results of other settings or of another kvbridge, or a process is at work in it.
     """
     status = read_status(folder)
-    if is_alive(status) and status["host"] == socket.gethostname() and status["pid"] != os.getpid():
+    # Processes that were launched together share a folder; the first one asks for all.
+    others = process_state().is_main_process and status.get("pid") != os.getpid()
+    if others and is_alive(status) and status["host"] == socket.gethostname():
         raise UsageError(
             f"process {status['pid']} has been working in {folder} since {status['at']}; wait for it, or give another "
             "out=."
         )
     if not (folder / "results.json").exists():
         return False
-    run = load_results(folder)["run"]
+    try:
+        run = load_results(folder)["run"]
+    except UsageError as error:
+        raise UsageError(
+            f"{folder} holds results that cannot be read; delete its results.json, or give another out= ({error})"
+        ) from error
     stored, wanted = deciding(run["settings"]), deciding(json.loads(json.dumps(settings)))
     stored["kvbridge"], wanted["kvbridge"] = run["versions"]["kvbridge"], __version__
     differing = [name for name in {**wanted, **stored} if _shown(stored, name) != _shown(wanted, name)]

@@ -59,11 +59,15 @@ def _settings(wandb: Any) -> Any:
     return wandb.Settings(
         silent=True,
         console="off",
+        host="-",
+        username="-",
+        email="-",
         save_code=False,
         disable_git=True,
         x_disable_meta=True,
         x_disable_stats=True,
         x_disable_machine_info=True,
+        x_save_requirements=False,
         login_timeout=SECONDS_TO_LOG_IN,
     )
 

@@ -96,7 +96,7 @@ def test_nothing_of_the_machine_goes_along(wandb: FakeWandb, tmp_path: Path, mon
     assert settings["x_disable_meta"]
     assert settings["x_disable_machine_info"]
     assert settings["disable_git"]
-    assert settings["console"] == "off"
+    assert (settings["console"], settings["host"]) == ("off", "-")
     assert wandb.run.artifacts == []
 
 
