@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,30 +65,38 @@ def _label(group: Sequence[Run], name: str, differing: Sequence[str]) -> str:
     return ", ".join(text for other, text in zip(differing, others, strict=True) if other != name)
 
 
+def _places(values: Sequence[Any]) -> tuple[dict[str, float], dict[str, str]]:
+    """Where each value (as JSON) goes on the axis, and what to call it there if its place is not its size.
+
+    Numbers go where they are. Among other values null comes first, then numbers by size, then the rest as they come.
+    """
+    known = {json.dumps(value): value for value in values}
+    if all(map(_number, values)):
+        return {key: float(value) for key, value in known.items()}, {}
+    order = sorted(known, key=lambda key: (known[key] is not None, known[key] if _number(known[key]) else math.inf))
+    return {key: float(at) for at, key in enumerate(order)}, {key: _text(known[key]) for key in order}
+
+
 def sensitivity_figure(runs: Sequence[Run], name: str, differing: Sequence[str]) -> str | None:
     """KL with its intervals against one setting, a line per group of runs that share all others."""
     groups = series(runs, name, differing)[:MOST_LINES]
     if not groups:
         return None
-    values = [run.settings.get(name) for group in groups for run in group]
-    numeric = all(map(_number, values))
-    places = {_text(value): at for at, value in reversed(list(enumerate(values)))}
-    order = {text: at for at, text in enumerate(sorted(places, key=lambda text: places[text]))}
+    places, labels = _places([run.settings.get(name) for group in groups for run in group])
     with svg_figure(f"sensitivity-{name}", 7.2, 3.2) as (_, (axes,), made):
         for group, colour in zip(groups, COLOURS, strict=False):
-            at = [run.settings.get(name) if numeric else order[_text(run.settings.get(name))] for run in group]
-            ordered = sorted(zip(at, group, strict=True), key=lambda pair: pair[0])
+            ordered = sorted(group, key=lambda run: places[json.dumps(run.settings.get(name))])
             axes.errorbar(
-                [place for place, _ in ordered],
-                [run.kl for _, run in ordered],
-                yerr=list(zip(*(_interval(run) for _, run in ordered), strict=True)),
-                color=colour, marker="o", markersize=4, linewidth=1.4 if numeric else 0, elinewidth=0.8,
+                [places[json.dumps(run.settings.get(name))] for run in ordered],
+                [run.kl for run in ordered],
+                yerr=list(zip(*(_interval(run) for run in ordered), strict=True)),
+                color=colour, marker="o", markersize=4, linewidth=0 if labels else 1.4, elinewidth=0.8,
                 label=_label(group, name, differing),
             )  # fmt: skip
-        if numeric:
-            _spread(axes, "x", [float(value) for value in values])
+        if labels:
+            axes.set_xticks(range(len(labels)), list(labels.values()))
         else:
-            axes.set_xticks(range(len(order)), list(order))
+            _spread(axes, "x", list(places.values()))
         axes.set_xlabel(name)
         axes.set_ylabel("KL to native, nats")
         axes.grid(axis="y", color=INK, alpha=0.12)

@@ -22,6 +22,7 @@ from kvbridge.cli.jobs import Sweep, safe_name
 from kvbridge.errors import UsageError
 from kvbridge.eval.status import deciding, is_alive, is_finished, read_status, recorded, write_status
 from kvbridge.eval.sweep import best_under, differing_settings, find_runs, pareto, series
+from kvbridge.eval.sweep_figures import _places
 from kvbridge.eval.sweep_report import short_names, write_sweep_report
 from kvbridge.mappers import Ridge
 from made_results import results
@@ -337,6 +338,13 @@ def test_a_setting_is_drawn_where_it_varies_alone(tmp_path: Path) -> None:
     assert differing == ["mapper.k", "plan.sinks"]
     assert [[run.name for run in group] for group in series(runs, "mapper.k", differing)] == [["1-0", "2-0"]]
     assert [[run.name for run in group] for group in series(runs, "plan.sinks", differing)] == [["2-0", "2-4"]]
+
+
+def test_values_have_their_places_on_the_axis() -> None:
+    assert _places([8, 1, 2]) == ({"8": 8.0, "1": 1.0, "2": 2.0}, {})
+    places, labels = _places(["b", 4, None, 2])
+    assert list(labels.values()) == ["null", "2", "4", "b"]
+    assert places["null"] == 0
 
 
 def test_the_page_says_everything(swept: Path) -> None:

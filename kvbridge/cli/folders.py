@@ -48,7 +48,8 @@ def compare_command(arguments: list[str]) -> None:
     folders = _folders("compare", arguments, ("--json",))
     if len(folders) != 2:
         raise UsageError("kvbridge compare takes the out= folders of two finished runs: kvbridge compare A B [--json].")
-    comparison = compare_runs(*((str(folder), load_results(folder)) for folder in folders))
+    a, b = ((str(folder), load_results(folder)) for folder in folders)
+    comparison = compare_runs(a, b)
     if "--json" in arguments:
         print(json.dumps(comparison.to_dict(), indent=1, ensure_ascii=False, allow_nan=False))
     else:

@@ -96,7 +96,7 @@ class Settings:
         plain: Any = OmegaConf.to_container(config, resolve=True)
         plain["mapper"] = {"name": groups["mapper"].name} | plain["mapper"]
         _check_text(groups)
-        folders = {
+        folders: dict[str, Any] = {
             name: Path(config[name]).expanduser() if config[name] else None for name in ("moments", "moments_store")
         }
         logger = OmegaConf.to_object(config.logger) if config.logger else None
