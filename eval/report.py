@@ -94,7 +94,7 @@ def probe_section(results: dict[str, Any]) -> dict[str, Any] | None:
     scores = {"choice": "forced choice", "generated": "generated"}
 
     def row(arms: dict[str, Any], score: str) -> list[tuple[str, str]]:
-        return [_cell("top1", found[score]) for found in arms.values()]
+        return [metric_cell("top1", found[score]) for found in arms.values()]
 
     groups = [*((entry["task"], entry["arms"]) for entry in probes["tasks"]), ("all tasks", probes["arms"])]
     names = figures.ARM_NAMES
@@ -156,13 +156,13 @@ def benchmark_table(results: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for name, task in (results.get("retention") or {}).items():
         shares = [task[share] for share in ("gap_recovered", "retention")]
-        cells = [_cell("acceptance", task["scores"][arm]) for arm in ("source", "mapped", "native")]
+        cells = [metric_cell("acceptance", task["scores"][arm]) for arm in ("source", "mapped", "native")]
         rows.append(
             {
                 "task": name,
                 "n": task["n"],
                 "chance": percent(task["chance"], 1),
-                "cells": cells + [_cell("gap_recovered", share) for share in shares],
+                "cells": cells + [metric_cell("gap_recovered", share) for share in shares],
                 "p": [f"{task['mcnemar'][other]['p']:.2g}" for other in ("source", "native")],
                 "carried": percent(task["carried_share"]),
                 "reasons": list(dict.fromkeys(share["reason"] for share in shares if share["mean"] is None)),

@@ -26,7 +26,8 @@ class Finding:
 
 
 def percent(share: float, digits: int = 0) -> str:
-    return f"{100 * share:.{digits}f} %"
+    # Adding zero turns a rounded −0 into 0.
+    return f"{round(100 * share, digits) + 0.0:.{digits}f} %"
 
 
 def seconds(value: float) -> str:
@@ -123,7 +124,7 @@ def _speed(results: dict[str, Any]) -> Finding:
 
 def _memory(results: dict[str, Any]) -> Finding:
     """What the probes say: the answers that each arm still finds in the context."""
-    probes = results.get("probes")
+    probes = results["probes"]
     shares = {arm: percent(scores["choice"]["mean"]) for arm, scores in probes["arms"].items()}
     low, high = next(entry["choice"]["ci95"] for entry in probes["differences"] if entry["against"] == "source")
     than = "more than" if low > 0 else "fewer than" if high < 0 else "not clearly more or fewer than"

@@ -68,7 +68,7 @@ class ModelPair:
         described: dict[str, Any] = {"tokenizer": {"fingerprint": self.tokenizer_fingerprint}}
         for role, model in (("source", self.source), ("target", self.target)):
             described[role] = {
-                "name": Path(model.name).name if Path(model.name).exists() else model.name,
+                "name": _shown(model.name),
                 "revision": model.revision,
                 "fingerprint": model.fingerprint,
                 "dtype": str(model.dtype).removeprefix("torch."),
@@ -141,6 +141,14 @@ def _resolve_device(device: str) -> str:
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise UsageError(f"pair.device={device}: no CUDA device is available here; use pair.device=cpu.")
     return device
+
+
+def _shown(name: str) -> str:
+    """A model's name without the path of the machine that it was loaded on."""
+    location = Path(name)
+    if location in (embedded.SOURCE, embedded.TARGET):
+        return f"{EMBEDDED} {location.name}"
+    return location.name if location.exists() else name
 
 
 def _check_location(role: str, location: str) -> None:

@@ -22,11 +22,16 @@ IGNORED = -100
 
 
 class Batch(NamedTuple):
-    """Packed rows: inputs and labels `[B, T]`, and the loss weight of every label `[B, T]`."""
+    """Packed rows: inputs and labels `[B, T]`, the loss weight of every label `[B, T]`, and where answers stand.
+
+    `looks [N, 3]` holds (row, position whose label belongs to an answer, earlier position of the same token in the
+    statement that the question is about).
+    """
 
     inputs: Tensor
     labels: Tensor
     weights: Tensor
+    looks: Tensor
 
 
 def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
@@ -105,17 +110,21 @@ def batch(
     encodings = iter(tokenizer.backend_tokenizer.encode_batch([doc.text for doc in flat]))
     ids = torch.full((rows, length + 1), tokenizer.eos_token_id)
     weights = torch.ones(rows, length + 1)
+    looks: list[tuple[int, int, int]] = []
     for row, docs in enumerate(per_row):
         row_ids: list[int] = []
         row_weights: list[float] = []
         for doc, encoding in zip(docs, encodings, strict=False):
+            start = len(row_ids)
+            looks += [(row, start + at - 1, start + said) for at, said in _looks(doc, encoding.offsets)]
             row_ids += [*encoding.ids, tokenizer.eos_token_id]
             row_weights += [*_weights(doc, encoding.offsets, answer_weight), 1.0]
         count = min(len(row_ids), length + 1)
         ids[row, :count] = torch.tensor(row_ids[:count])
         weights[row, :count] = torch.tensor(row_weights[:count])
         weights[row, count:] = 0.0
-    return Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), weights[:, 1:].contiguous())
+    within = torch.tensor([look for look in looks if look[1] < length]).view(-1, 3)
+    return Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), weights[:, 1:].contiguous(), within)
 
 
 def _weights(doc: Document, offsets: list[tuple[int, int]], answer_weight: float) -> list[float]:
@@ -124,6 +133,21 @@ def _weights(doc: Document, offsets: list[tuple[int, int]], answer_weight: float
     for start, end in doc.answers:
         inside[start:end] = [True] * (end - start)
     return [answer_weight if end > start and inside[start] else 1.0 for start, end in offsets]
+
+
+def _looks(doc: Document, offsets: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(token of an answer, the token of its first mention) for every answer that the document states before."""
+
+    def tokens(start: int, end: int) -> list[int]:
+        return [at for at, (begin, stop) in enumerate(offsets) if stop > begin and start <= begin and stop <= end]
+
+    pairs: list[tuple[int, int]] = []
+    for start, end in doc.answers:
+        said = doc.text.find(doc.text[start:end])
+        if said < start:
+            answer, first = tokens(start, end), tokens(said, said + end - start)
+            pairs += zip(answer, first, strict=True) if len(answer) == len(first) else ()
+    return pairs
 
 
 def held_out_documents(

@@ -15,6 +15,10 @@ FACTS = 4
 TASKS = 200
 LENGTHS = (64, 128, 256, 512)
 BLOCK, TAIL = 512, 64
+ORIGINS = {
+    "source": "Pruned from the trained target (layers, heads, neurons and residual directions), then trained on:",
+    "target": "Trained from random weights:",
+}
 
 
 def recall_tasks(tokenizer: PreTrainedTokenizerFast, seed: str, length: int, count: int) -> list[Task]:
@@ -137,16 +141,18 @@ language: en
 ---
 # kvbridge embedded pair: {name}
 
-A Llama-architecture model of {own["parameters"] / 1e6:.2f} M parameters ({own["megabytes"]:.1f} MB in bf16),
-trained from scratch on generated text of a small invented world (`kvbridge.embedded.language`). It exists so that
-kvbridge can be tested and demonstrated offline; its partner is the {other} beside it, with the same tokenizer. It
-knows nothing of the real world and is of no other use.
+A Llama-architecture model of {own["parameters"] / 1e6:.2f} M parameters ({own["megabytes"]:.1f} MB in bf16), trained
+on generated text of a small invented world (`kvbridge.embedded.language`). It exists so that kvbridge can be tested and
+demonstrated offline; its partner is the {other} beside it, with the same tokenizer. It knows nothing of the real world
+and is of no other use.
 
 ## Training
 
-{training["steps"]:.0f} steps, {training["tokens"] / 1e6:.1f} M tokens, {training["cpu_seconds"] / 60:.0f} CPU minutes
-on two cores; Muon for the layers' matrices, AdamW for embeddings and norms, products in bf16; rows of 64, 128, 256 and
-640 tokens in turn. Every text is generated from seed {seed} and the step number; no text of other origin was used.
+{ORIGINS[name]} {training["steps"]:.0f} steps, {training["tokens"] / 1e6:.1f} M tokens,
+{training["cpu_seconds"] / 60:.0f} minutes of one core; Muon for the layers' matrices, AdamW for embeddings and norms,
+products in bf16; rows of 64, 128, 256 and 640 tokens in turn. In the first steps one attention head is also taught
+where the answer to a question stands. Every text is generated from seed {seed} and the step number; no text of other
+origin was used.
 
     python scripts/train_embedded.py
 

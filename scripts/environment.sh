@@ -1,5 +1,5 @@
-# Sourced by scripts/test, in the root of the checkout: makes .venv on the first call, or takes the environment of
-# KVBRIDGE_PYTHON=/path/to/python, and installs the checkout there as a wheel.
+# Sourced by scripts/first-run and scripts/test, in the root of the checkout: makes .venv on the first call, or takes the
+# environment of KVBRIDGE_PYTHON=/path/to/python, and installs the checkout there as a wheel.
 
 # Without safe-path a Python started here would import the checkout's kvbridge/ and kernels/.
 export PYTHONSAFEPATH=1

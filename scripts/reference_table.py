@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
 """Score the published ridge under several plans on one pair, all on the same documents, in one pass.
 
-Every row of the table in docs/real_pair.md comes from this command (half an hour on two cores, resumable):
+Every row of the tables in docs/real_pair.md (half an hour on two cores) and docs/embedded_pair.md comes from it; a
+killed run goes on where it was:
 
     python scripts/reference_table.py --source DIR --target DIR --moments DIR --corpus FILE --out DIR
+    python scripts/reference_table.py --source embedded --dtype float32 --k 2 --moments DIR --corpus embedded --out DIR
 
 `--moments` is the folder of a finished `kvbridge calibrate` with the blocks of `mapper=ridge`.
 """
@@ -30,19 +32,21 @@ SINKS = HandoffPlan(sinks=4, native_head=None, native_tail=1)
 LAYER_0 = HandoffPlan(sinks=4, native_head=0, native_tail=1)
 TAIL_16 = HandoffPlan(sinks=4, native_head=0, native_tail=16)
 
-MAPPERS = {
-    "published": Ridge(k=8, first_positions="included"),
-    "k8": Ridge(k=8),
+
+def build_mappers(k: int) -> dict[str, Ridge]:
+    """The published recipe over k source layers, the same with the first positions left out, and all layers."""
     # More than any model has layers: all of them.
-    "all": Ridge(k=1000),
-}
+    return {"published": Ridge(k=k, first_positions="included"), "k": Ridge(k=k), "all": Ridge(k=1000)}
+
+
 MAPPED_ROWS: dict[str, tuple[str, HandoffPlan]] = {
-    "published ridge: k=8, every position fitted and mapped": ("published", PUBLISHED),
-    "first four positions left out of the fit but mapped": ("k8", PUBLISHED),
-    "published ridge, first four tokens exact": ("k8", SINKS),
-    "… and layer 0 exact": ("k8", LAYER_0),
-    "… and a native tail of 16": ("k8", TAIL_16),
+    "published ridge, every position fitted and mapped": ("published", PUBLISHED),
+    "first four positions left out of the fit but mapped": ("k", PUBLISHED),
+    "published ridge, first four tokens exact": ("k", SINKS),
+    "… and layer 0 exact": ("k", LAYER_0),
+    "… and a native tail of 16": ("k", TAIL_16),
     "all source layers, sinks and layer 0 exact": ("all", LAYER_0),
+    "… and a native tail of 16 (all layers)": ("all", TAIL_16),
 }
 TAIL_ROWS = {
     "no context (one token)": HandoffPlan(sinks=0, native_head=None, native_tail=1),
@@ -56,7 +60,7 @@ def build_arms(pair: ModelPair, maps: dict[str, FormMap]) -> dict[str, Arm]:
     arms: dict[str, Arm] = {"source model alone": lambda context: context.source}
     arms |= {row: nothing_carried_arm(pair, plan) for row, plan in TAIL_ROWS.items()}
     arms |= {row: mapped_arm(pair, maps[name], plan) for row, (name, plan) in MAPPED_ROWS.items()}
-    arms["other document, layer 0 exact, tail of 16"] = other_document_arm(pair, maps["k8"], TAIL_16)
+    arms["other document, layer 0 exact, tail of 16"] = other_document_arm(pair, maps["k"], TAIL_16)
     arms["injected, layer 0 exact"] = injected_arm(pair, LAYER_0)
     return arms
 
@@ -81,9 +85,11 @@ def table(summary: dict[str, Any], shares: dict[str, float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("source", "target", "moments", "corpus", "out"):
+    for name in ("source", "moments", "corpus", "out"):
         parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--target", help="left out for --source embedded, which is both models")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--k", type=int, default=8, help="source layers that one target layer reads")
     parser.add_argument("--documents", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--prompt", type=int, default=448)
@@ -92,7 +98,8 @@ def main() -> None:
     pair = load_pair(options.source, options.target, dtype=options.dtype)
     moments = CalibrationMoments.load(Path(options.moments) / "moments.safetensors")
     moments.require_pair(pair)
-    fits = {name: mapper.fit(moments, pair.source.geometry, pair.target.geometry) for name, mapper in MAPPERS.items()}
+    sides = pair.source.geometry, pair.target.geometry
+    fits = {name: mapper.fit(moments, *sides) for name, mapper in build_mappers(options.k).items()}
     del moments
     maps = {name: FormMap(fit.keys, fit.values) for name, fit in fits.items()}
     corpus = CorpusConfig(options.corpus).open("eval")

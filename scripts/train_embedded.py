@@ -1,4 +1,6 @@
-"""Trains the embedded pair from scratch on generated text and writes checkpoints, held-out text and model cards.
+"""Trains the embedded pair on generated text and writes checkpoints, held-out text and model cards.
+
+The target starts from noise; the source is pruned from it, as small models of a family are, and trained on.
 
     python scripts/train_embedded.py                    # everything; run again after a kill and it resumes
     python scripts/train_embedded.py --only source      # one model
@@ -19,12 +21,15 @@ from pathlib import Path
 import torch
 from embedded_data import Batch, Mixture, batch, held_out_documents, train_tokenizer, write_jsonl
 from embedded_measure import measure_pair, recall_accuracy, recall_tasks
+from embedded_prune import prune
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import kvbridge.embedded
 
 CALIBRATION_DOCUMENTS = 800
 EVALUATION_DOCUMENTS = 240
+# The text that decides what is pruned comes from a step that no training reaches.
+PRUNING_STEP = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +43,13 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Architecture and optimisation of one model; `batch_tokens` is B * T in every phase."""
+    """Architecture and optimisation of one model.
+
+    Attributes:
+        batch_tokens: B * T in every phase.
+        guided_steps: first steps whose loss also says where in the statement an answer stands.
+        kept_layers: layers of the trained target that this model is pruned from; none for one that starts from noise.
+    """
 
     layers: int
     hidden: int
@@ -50,9 +61,11 @@ class Recipe:
     decay_steps: int
     batch_tokens: int
     phases: tuple[Phase, ...]
-    muon_lr: float = 0.02
+    muon_lr: float = 0.01
     adam_lr: float = 3e-3
     answer_weight: float = 4.0
+    guided_steps: int = 600
+    kept_layers: tuple[int, ...] = ()
 
     def phase(self, step: int) -> Phase:
         """The phase a step belongs to."""
@@ -64,6 +77,23 @@ class Recipe:
 
 
 RECIPES = {
+    "target": Recipe(
+        layers=6,
+        hidden=192,
+        heads=4,
+        kv_heads=4,
+        head_dim=64,
+        intermediate=512,
+        steps=2200,
+        decay_steps=800,
+        batch_tokens=2048,
+        phases=(
+            Phase(450, 64, Mixture(0.4, 0.5)),
+            Phase(700, 128, Mixture(0.5, 0.25)),
+            Phase(1100, 256, Mixture(0.45, 0.1)),
+            Phase(math.inf, 640, Mixture(0.3, 0.02)),
+        ),
+    ),
     "source": Recipe(
         layers=4,
         hidden=128,
@@ -71,32 +101,19 @@ RECIPES = {
         kv_heads=2,
         head_dim=32,
         intermediate=256,
-        steps=2800,
-        decay_steps=1000,
+        steps=700,
+        decay_steps=350,
         batch_tokens=2048,
         phases=(
-            Phase(700, 64, Mixture(0.4, 0.5)),
-            Phase(1200, 128, Mixture(0.5, 0.25)),
-            Phase(2000, 256, Mixture(0.45, 0.1)),
+            Phase(105, 64, Mixture(0.4, 0.3)),
+            Phase(210, 128, Mixture(0.5, 0.25)),
+            Phase(350, 256, Mixture(0.45, 0.1)),
             Phase(math.inf, 640, Mixture(0.3, 0.02)),
         ),
-    ),
-    "target": Recipe(
-        layers=6,
-        hidden=192,
-        heads=8,
-        kv_heads=4,
-        head_dim=32,
-        intermediate=512,
-        steps=2000,
-        decay_steps=700,
-        batch_tokens=2048,
-        phases=(
-            Phase(600, 64, Mixture(0.4, 0.5)),
-            Phase(1000, 128, Mixture(0.5, 0.25)),
-            Phase(1500, 256, Mixture(0.45, 0.1)),
-            Phase(math.inf, 640, Mixture(0.3, 0.02)),
-        ),
+        muon_lr=0.006,
+        adam_lr=1.8e-3,
+        guided_steps=150,
+        kept_layers=(0, 1, 3, 5),
     ),
 }
 
@@ -119,7 +136,11 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, seed: int) -
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    return LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        # A direction that all tokens share, which is what a head needs to attend by position alone.
+        model.model.embed_tokens.weight.add_(2 * config.initializer_range * torch.randn(recipe.hidden))
+    return model
 
 
 def build_optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
@@ -132,12 +153,23 @@ def build_optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.opti
     ]
 
 
-def loss(model: LlamaForCausalLM, data: Batch) -> torch.Tensor:
-    """Weighted mean cross-entropy, nats per token, matrix products in bf16."""
+def loss(model: LlamaForCausalLM, data: Batch, guided: bool) -> torch.Tensor:
+    """Weighted mean cross-entropy, nats per token, matrix products in bf16.
+
+    A guided step adds the negative log attention that the first head of the middle layer pays, where an answer is
+    due, to the answer's place in the statement: binding forms within a few hundred steps, and otherwise by luck.
+    """
+    model.set_attn_implementation("eager" if guided else "sdpa")
     with torch.autocast("cpu", torch.bfloat16):
-        logits = model(input_ids=data.inputs, use_cache=False).logits
-    losses = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), data.labels.flatten(), reduction="none")
-    return (losses * data.weights.flatten()).sum() / data.weights.sum()
+        output = model(input_ids=data.inputs, use_cache=False, output_attentions=guided)
+    logits = output.logits.float().flatten(0, 1)
+    losses = torch.nn.functional.cross_entropy(logits, data.labels.flatten(), reduction="none")
+    value = (losses * data.weights.flatten()).sum() / data.weights.sum()
+    if guided and len(data.looks):
+        row, query, key = data.looks.T
+        paid = output.attentions[len(output.attentions) // 2][row, 0, query, key].float()
+        value = value - paid.clamp_min(1e-6).log().mean()
+    return value
 
 
 class Run:
@@ -150,12 +182,21 @@ class Run:
         self.name, self.recipe, self.tokenizer, self.seed = name, recipe, tokenizer, seed
         self.path = work / f"{name}.pt"
         self.model = build_model(recipe, tokenizer, seed)
+        if recipe.kept_layers and not self.path.exists():
+            self._prune(work)
         self.optimizers = build_optimizers(self.model, recipe)
         self.base_lrs = [recipe.muon_lr, recipe.adam_lr]
         self.step, self.tokens, self.cpu_seconds = 0, 0, 0.0
         self.probes = {length: recall_tasks(tokenizer, f"progress:{seed}", length, 48) for length in (64, 256)}
         if self.path.exists():
             self._load()
+
+    def _prune(self, work: Path) -> None:
+        """Start from the trained target."""
+        large = build_model(RECIPES["target"], self.tokenizer, self.seed)
+        large.load_state_dict(torch.load(work / "target.pt", weights_only=True)["model"])
+        text = batch(self.tokenizer, self.seed, PRUNING_STEP, 16, 512, Mixture(0.3, 0.0), 1.0).inputs
+        prune(large.eval(), self.model, text, list(self.recipe.kept_layers))
 
     def _load(self) -> None:
         state = torch.load(self.path, weights_only=True)
@@ -200,7 +241,7 @@ class Run:
         phase = self.recipe.phase(self.step)
         rows = max(1, self.recipe.batch_tokens // phase.length)
         data = batch(self.tokenizer, self.seed, self.step, rows, phase.length, phase.mixture, self.recipe.answer_weight)
-        value = loss(self.model, data)
+        value = loss(self.model, data, guided=self.step < self.recipe.guided_steps)
         value.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer, base in zip(self.optimizers, self.base_lrs, strict=True):

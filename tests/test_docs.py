@@ -7,6 +7,7 @@ import re
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from kvbridge.calibration import CalibrationMoments, Moments
 from kvbridge.calibration.moments import PARTS
 from kvbridge.cli import COMMANDS, FOLDER_COMMANDS, PASSED_ON
 from kvbridge.forms import KINDS
-from kvbridge.pair import ModelPair
+from kvbridge.pair import ModelPair, load_pair
 from tiny_bridge import random_bridge
 from tiny_pair import save_pair, tiny_pair
 
@@ -32,8 +33,9 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelPair, dict[st
     pair = tiny_pair()
     source, target = save_pair(pair, folder)
     random_bridge(pair).save_pretrained(folder / "bridge")
+    random_bridge(load_pair("embedded")).save_pretrained(folder / "first")
     named = {"path/to/source": source, "path/to/target": target}
-    named |= {"path/to/bridge": folder / "bridge", "runs/first/bridge": folder / "bridge"}
+    named |= {"path/to/bridge": folder / "bridge", "runs/first/bridge": folder / "first"}
     return pair, {placeholder: str(place) for placeholder, place in named.items()}
 
 
@@ -46,10 +48,14 @@ def test_blocks_run(page: Path, places: tuple[ModelPair, dict[str, str]]) -> Non
     for placeholder, place in named.items():
         code = code.replace(f'"{placeholder}"', repr(place))
     code = re.sub(r"load_pair\((.*?)\)", r'load_pair(\1, dtype="float32")', code)
-    names = {"prompt": "amber basil cedar " * 8, "input_ids": torch.randint(2, len(pair.tokenizer), (1, 48))}
+    names: dict[str, Any] = {
+        "prompt": "amber basil cedar " * 8,
+        "input_ids": torch.randint(2, len(pair.tokenizer), (1, 48)),
+    }
     exec(compile(code, str(page), "exec"), names)
     handoff = names["handoff"]
-    assert handoff.logits.shape == (1, pair.target.model.config.vocab_size)  # type: ignore[attr-defined]
+    loaded: Any = names["pair"]
+    assert handoff.logits.shape == (1, loaded.target.model.config.vocab_size)
 
 
 def _moments(pair: ModelPair) -> CalibrationMoments:

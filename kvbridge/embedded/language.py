@@ -145,8 +145,29 @@ def recall_document(rng: random.Random, tokens: int | None = None) -> Document:
     return writer.document("recall")
 
 
+def _word(rng: random.Random) -> str:
+    return tasks.number(rng)[:2] if rng.random() < 0.4 else rng.choice(words.EVERYTHING)
+
+
+def _write_list(rng: random.Random, writer: _Writer, count: int) -> None:
+    """Words that are said again in the same order."""
+    said = " ".join(_word(rng) for _ in range(count))
+    writer.write(f"Say: {said}.")
+    for _ in range(rng.randrange(1, 3)):
+        writer.question("Again:", said)
+
+
+def _write_pairs(rng: random.Random, writer: _Writer, count: int) -> None:
+    """Pairs of words that are said again in another order: the second follows from the first alone."""
+    link = rng.choice((" is", ":", " of"))
+    pairs = [(key, _word(rng)) for key in rng.sample(words.EVERYTHING, max(2, count // 3))]
+    writer.write("Say: " + "; ".join(f"{key}{link} {value}" for key, value in pairs) + ".")
+    for key, value in rng.sample(pairs, len(pairs)):
+        writer.question(f"Again: {key}{link}", value)
+
+
 def repetition_document(rng: random.Random, tokens: int | None = None) -> Document:
-    """Lists without any sense that are said again word for word: practice in looking back.
+    """Lists and pairs without any sense that are said again word for word: practice in looking back.
 
     Args:
         rng: source of all randomness.
@@ -156,10 +177,5 @@ def repetition_document(rng: random.Random, tokens: int | None = None) -> Docume
     writer = _Writer()
     while writer.size < tokens - 12:
         count = rng.randrange(4, 5 + max(1, min(16, (tokens - writer.size) // 5)))
-        said = " ".join(
-            tasks.number(rng)[:2] if rng.random() < 0.4 else rng.choice(words.EVERYTHING) for _ in range(count)
-        )
-        writer.write(f"Say: {said}.")
-        for _ in range(rng.randrange(1, 3)):
-            writer.question("Again:", said)
+        (_write_pairs if rng.random() < 0.5 else _write_list)(rng, writer, count)
     return writer.document("repetition")
