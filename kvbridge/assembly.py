@@ -100,7 +100,7 @@ def _compute_head(target: KVModel, plan: HandoffPlan, buffers: Tensor, input_ids
         return
     layers = range(plan.native_head + 1)
     past = [(buffers[0, layer, ..., :held, :], buffers[1, layer, ..., :held, :]) for layer in layers] if held else []
-    for layer, (keys, values) in enumerate(compat.run_head(target.model, input_ids, plan.native_head, past)):
+    for layer, (keys, values) in enumerate(compat.run_head(target.model, input_ids, plan.native_head, past=past)):
         buffers[0, layer, ..., held : keys.shape[-2], :] = keys[..., held:, :]
         buffers[1, layer, ..., held : keys.shape[-2], :] = values[..., held:, :]
 

@@ -120,7 +120,11 @@ class _HeadCache(DynamicCache):
 
 
 def run_head(
-    model: PreTrainedModel, input_ids: Tensor, last: int, past: Sequence[tuple[Tensor, Tensor]] = ()
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    last: int,
+    positions: Tensor | None = None,
+    past: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> list[tuple[Tensor, Tensor]]:
     """Keys and values `[B, H, P + T, D]` of layers `0 … last`, exact for exact `past`, and no work beyond them.
 
@@ -130,11 +134,13 @@ def run_head(
         model: the transformer.
         input_ids: tokens `[B, T]`.
         last: the last layer wanted.
+        positions: of the tokens `[T]`; those after `past` by default.
         past: keys and values `[B, H, P, D]` of the same layers for the P tokens before, if there are any.
     """
     cache = _HeadCache(model, last, list(past))
-    held = past[0][0].shape[-2] if past else 0
-    positions = torch.arange(held, held + input_ids.shape[1], device=input_ids.device)
+    if positions is None:
+        held = past[0][0].shape[-2] if past else 0
+        positions = torch.arange(held, held + input_ids.shape[1], device=input_ids.device)
     with torch.no_grad(), contextlib.suppress(_HeadComplete):
         run(backbone(model), input_ids, cache, position_ids=positions[None])
     stored = [layer_tensors(cache, layer) for layer in range(last + 1)]

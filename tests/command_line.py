@@ -45,7 +45,7 @@ Run = Callable[..., Ran]
 
 
 def as_overrides(settings: dict[str, Any]) -> list[str]:
-    return [f"{name}={value}" for name, value in settings.items() if value is not None]
+    return ["pair=local", *(f"{name}={value}" for name, value in settings.items() if value is not None)]
 
 
 def in_process_of_its_own(*arguments: str, folder: Path) -> Ran:

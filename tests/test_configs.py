@@ -174,7 +174,9 @@ def test_folders_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_probes_are_settings_of_the_evaluation() -> None:
     given = ("eval.probes.count=8", "eval.probes.lengths=[128,256]", "eval.probes.depths=[0,1]")
     settings = Settings.of(composed(*given))
-    assert settings.eval.probes == ProbesConfig(count=8, lengths=[128, 256], depths=[0.0, 1.0])
+    assert settings.eval.probes == ProbesConfig(
+        8, tasks=["passkey", "needles", "pairs"], lengths=[128, 256], depths=[0.0, 1.0], language="embedded"
+    )
     assert settings.plain["eval"]["probes"]["lengths"] == [128, 256]
     with pytest.raises(ConfigCompositionException, match=r"Could not override 'eval\.probes\.typo'"):
         composed("eval.probes.typo=1")
