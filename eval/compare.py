@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvbridge.errors import UsageError
-from kvbridge.eval.fidelity import METRICS
+from kvbridge.eval.fidelity import METRIC_NAMES, METRICS
 from kvbridge.eval.statistics import gap_interval, resample
 from kvbridge.metrics import gap_recovered
 
@@ -29,15 +29,6 @@ POWER, LEVEL = 0.80, 0.05
 # Below so many documents a percentile interval is too narrow to be trusted.
 FEW = 20
 HIGHER_IS_BETTER = ("gap_recovered", "top1", "acceptance")
-NAMES = {
-    "gap_recovered": "gap recovered",
-    "kl": "KL",
-    "kl_first": "KL, first token",
-    "top1": "top-1 agreement",
-    "rollout_kl": "rollout KL",
-    "nll": "NLL",
-    "acceptance": "acceptance",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +147,7 @@ class _Paired:
 
 
 def _sentence(metric: str, names: tuple[str, str], found: _Paired, count: int, better: str | None) -> str:
-    difference, name = found.b - found.a, NAMES[metric]
+    difference, name = found.b - found.a, METRIC_NAMES[metric]
     size = format_value(metric, abs(difference))
     if better is not None:
         direction = "higher" if metric in HIGHER_IS_BETTER else "lower"
@@ -243,7 +234,11 @@ def print_comparison(comparison: Comparison) -> None:
         values = [format_value(found.metric, value) for value in (found.a, found.b)]
         difference = format_value(found.metric, found.difference, signed=True)
         table.add_row(
-            NAMES[found.metric], *values, difference, interval or "—", format_value(found.metric, found.detectable)
+            METRIC_NAMES[found.metric],
+            *values,
+            difference,
+            interval or "—",
+            format_value(found.metric, found.detectable),
         )
     console = Console(width=110)
     # Names of folders may hold what rich would read as markup.

@@ -21,6 +21,16 @@ from kvbridge.metrics import Fidelity, fidelity
 from kvbridge.pair import ModelPair
 
 METRICS = ("kl", "kl_first", "top1", "rollout_kl", "nll", "acceptance")
+# What tables call them, in the order of headlines.
+METRIC_NAMES = {
+    "gap_recovered": "gap recovered",
+    "kl": "KL",
+    "kl_first": "KL, first token",
+    "top1": "top-1 agreement",
+    "rollout_kl": "rollout KL",
+    "nll": "NLL",
+    "acceptance": "acceptance",
+}
 
 
 def end_tokens(pair: ModelPair) -> set[int]:

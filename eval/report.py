@@ -14,18 +14,9 @@ import jinja2
 from kvbridge.errors import UsageError
 from kvbridge.eval import figures, probe_figures
 from kvbridge.eval.course_report import length_section, turn_section
+from kvbridge.eval.fidelity import METRIC_NAMES
 from kvbridge.eval.results import SCHEMA
 from kvbridge.eval.verdict import percent, seconds, verdict
-
-COLUMNS = {
-    "gap_recovered": "gap recovered",
-    "kl": "KL",
-    "kl_first": "KL, first token",
-    "top1": "top-1 agreement",
-    "rollout_kl": "rollout KL",
-    "nll": "NLL",
-    "acceptance": "acceptance",
-}
 
 BENCHMARK_COLUMNS = (
     "task", "questions", "chance", "source", "mapped", "native", "gap recovered", "retention",
@@ -74,7 +65,7 @@ def arms_table(results: dict[str, Any]) -> list[dict[str, Any]]:
         {
             "arm": arm,
             "name": figures.ARM_NAMES[arm],
-            "cells": [metric_cell(metric, results["arms"][arm].get(metric, {"mean": None})) for metric in COLUMNS],
+            "cells": [metric_cell(metric, results["arms"][arm].get(metric, {"mean": None})) for metric in METRIC_NAMES],
         }
         for arm in order
     ]
@@ -195,7 +186,7 @@ def _context(results: dict[str, Any]) -> dict[str, Any]:
     return {
         "results": results,
         "findings": verdict(results),
-        "columns": list(COLUMNS.values()),
+        "columns": list(METRIC_NAMES.values()),
         "arms": arms_table(results),
         "arm_names": figures.ARM_NAMES,
         "lengths": length_section(results),

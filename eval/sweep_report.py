@@ -7,18 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from kvbridge.errors import UsageError
+from kvbridge.eval.fidelity import METRIC_NAMES
 from kvbridge.eval.report import metric_cell, render
 from kvbridge.eval.sweep import BUDGETS, Run, best_under, differing_settings, pareto
 from kvbridge.eval.sweep_figures import pareto_figure, sensitivity_figures
 from kvbridge.eval.verdict import percent
 
-COLUMNS = {
-    "gap_recovered": "gap recovered",
-    "kl": "KL",
-    "kl_first": "KL, first token",
-    "top1": "top-1 agreement",
-    "rollout_kl": "rollout KL",
-}
+COLUMNS = {name: METRIC_NAMES[name] for name in ("gap_recovered", "kl", "kl_first", "top1", "rollout_kl")}
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:

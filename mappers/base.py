@@ -6,8 +6,18 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from kvbridge.calibration import CalibrationMoments, MomentBlock
-from kvbridge.forms import Form
+from kvbridge.calibration.moments import source_variable, target_variable
+from kvbridge.forms import KINDS, Form
 from kvbridge.geometry import KVGeometry
+
+
+def own_kind_blocks() -> frozenset[MomentBlock]:
+    """What a map reads that makes keys from keys and values from values."""
+    return frozenset(
+        pair
+        for kind in KINDS
+        for pair in ((source_variable(kind), source_variable(kind)), (source_variable(kind), target_variable(kind)))
+    )
 
 
 @dataclass(frozen=True, slots=True)

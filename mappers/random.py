@@ -16,7 +16,7 @@ from kvbridge.calibration.moments import source_variable, target_variable
 from kvbridge.errors import UsageError
 from kvbridge.forms import KINDS, SlotAffine, input_slot
 from kvbridge.geometry import KVGeometry
-from kvbridge.mappers.base import FittedMap
+from kvbridge.mappers.base import FittedMap, own_kind_blocks
 from kvbridge.mappers.regression import held_out_r2, slot_columns
 
 
@@ -37,11 +37,7 @@ class Random:
             raise UsageError(f"mapper.seed={self.seed}: expected 0 or more.")
 
     def blocks(self) -> frozenset[MomentBlock]:
-        return frozenset(
-            pair
-            for kind in KINDS
-            for pair in ((source_variable(kind), source_variable(kind)), (source_variable(kind), target_variable(kind)))
-        )
+        return own_kind_blocks()
 
     def fit(self, moments: CalibrationMoments, source: KVGeometry, target: KVGeometry) -> FittedMap:
         """Draw the weights and scale them to the target's spread."""

@@ -20,7 +20,7 @@ from kvbridge.calibration.moments import source_variable, target_variable
 from kvbridge.errors import CalibrationError, UsageError
 from kvbridge.forms import KINDS, SlotAffine, input_slot
 from kvbridge.geometry import KVGeometry
-from kvbridge.mappers.base import FittedMap
+from kvbridge.mappers.base import FittedMap, own_kind_blocks
 from kvbridge.mappers.regression import explained_squares, head_r2, held_out_r2, ridge_solve, slot_columns
 
 SCALES = ("absolute", "correlation")
@@ -78,11 +78,7 @@ class Ridge:
             raise UsageError(f"mapper.k={self.k}, mapper.penalty={self.penalty:g}: expected k ≥ 1 and λ ≥ 0.")
 
     def blocks(self) -> frozenset[MomentBlock]:
-        return frozenset(
-            pair
-            for kind in KINDS
-            for pair in ((source_variable(kind), source_variable(kind)), (source_variable(kind), target_variable(kind)))
-        )
+        return own_kind_blocks()
 
     def fit(self, moments: CalibrationMoments, source: KVGeometry, target: KVGeometry) -> FittedMap:
         """Rank source layers, then solve every target layer and head.
