@@ -53,7 +53,7 @@ class _Progress:
 
 
 def _next_of_split(drawn: BlockSet, number: int) -> int:
-    """The block after `number` that belongs to the same split, cyclically; another document's, where there are two."""
+    """The next block of the same split, cyclically: of another document, where each gives one."""
     after = np.roll(drawn.split == drawn.split[number], -number - 1)
     return int((number + 1 + after.argmax()) % len(drawn))
 

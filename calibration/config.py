@@ -30,8 +30,8 @@ class CalibrationConfig(CorpusConfig):
         batch: blocks per forward pass.
         precision: of the products within one batch (`float32` or `float64`); sums over batches are always fp64.
         checkpoint_seconds: time between checkpoints.
-        pairing: `same` reads each block with both models; `shuffled`, a control, gives the target another document's
-            block, so that nothing but averages can be learned.
+        pairing: `same` reads each block with both models; `shuffled`, a control, gives the target another block, of
+            another document where each gives one, so that nothing but averages can be learned.
         shard: `i/n` collects the i-th of n parts only; without it complete shards are merged, or all is collected.
     """
 

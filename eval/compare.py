@@ -26,6 +26,8 @@ from kvbridge.metrics import gap_recovered
 RESAMPLES = 2000
 # Power of the note on what could have been found, and the level of its two-sided test.
 POWER, LEVEL = 0.80, 0.05
+# Settings of an evaluation that decide which tokens are scored after which.
+POSITIONS = ("prompt", "tokens", "rollout", "format", "join", "text_field")
 # Below so many documents a percentile interval is too narrow to be trusted.
 FEW = 20
 HIGHER_IS_BETTER = ("gap_recovered", "top1", "acceptance")
@@ -114,8 +116,10 @@ def _notes(a: tuple[str, dict[str, Any]], b: tuple[str, dict[str, Any]], shared:
             notes.append(f"Only {shared} of the {len(results['documents'])} documents of {name} are in both runs.")
     if first["pair"]["target"]["fingerprint"] != second["pair"]["target"]["fingerprint"]:
         notes.append("The large models differ, so KL is not to the same reference.")
+    if first["run"].get("text") != second["run"].get("text"):
+        notes.append("The evaluation texts differ: documents of one id may not be the same.")
     settings = [results["run"]["settings"]["eval"] for results in (first, second)]
-    differing = [name for name in ("prompt", "tokens", "rollout") if settings[0].get(name) != settings[1].get(name)]
+    differing = [name for name in POSITIONS if settings[0].get(name) != settings[1].get(name)]
     if differing:
         notes.append(
             f"The runs differ in {', '.join(f'eval.{name}' for name in differing)}: other positions are scored."
@@ -178,16 +182,16 @@ def _spread(values: np.ndarray) -> float:
     return float(values.std(ddof=1)) if len(values) > 1 else 0.0
 
 
-def _mean(metric: str, sides: list[list[dict[str, Any]]], arm: str, draws: np.ndarray) -> _Paired:
-    a, b = (np.asarray([document[arm][metric] for document in side]) for side in sides)
+def _mean(metric: str, sides: list[list[dict[str, Any]]], draws: np.ndarray) -> _Paired:
+    a, b = (np.asarray([document["mapped"][metric] for document in side]) for side in sides)
     return _Paired(float(a.mean()), float(b.mean()), _spread(b - a), (b - a)[draws].mean(axis=1))
 
 
-def _gap(sides: list[list[dict[str, Any]]], arm: str, draws: np.ndarray) -> _Paired | str:
+def _gap(sides: list[list[dict[str, Any]]], draws: np.ndarray) -> _Paired | str:
     """The gap recovered of both, or why it cannot be had."""
     means, influences, resampled = [], [], []
     for side in sides:
-        s, m, n = (np.asarray([document[name]["nll"] for document in side]) for name in ("source", arm, "native"))
+        s, m, n = (np.asarray([document[name]["nll"] for document in side]) for name in ("source", "mapped", "native"))
         found = gap_interval(list(s), list(m), list(n), draws)
         if found["mean"] is None:
             return str(found["reason"])
@@ -197,13 +201,12 @@ def _gap(sides: list[list[dict[str, Any]]], arm: str, draws: np.ndarray) -> _Pai
     return _Paired(means[0], means[1], _spread(influences[1] - influences[0]), resampled[1] - resampled[0])
 
 
-def compare_runs(a: tuple[str, dict[str, Any]], b: tuple[str, dict[str, Any]], arm: str = "mapped") -> Comparison:
+def compare_runs(a: tuple[str, dict[str, Any]], b: tuple[str, dict[str, Any]]) -> Comparison:
     """Compare the mapped arms of two runs on the documents that both scored, matched by id.
 
     Args:
         a: name and results of the first run.
         b: name and results of the second one.
-        arm: which arm is compared.
 
     Raises:
         UsageError: they share no document.
@@ -215,13 +218,13 @@ def compare_runs(a: tuple[str, dict[str, Any]], b: tuple[str, dict[str, Any]], a
     count, names = len(shared), (a[0], b[0])
     draws = resample(count, RESAMPLES, 0)
     sides = [[side[key] for key in shared] for side in documents]
-    gap = _gap(sides, arm, draws)
+    gap = _gap(sides, draws)
     if isinstance(gap, str):
         unknown = f"The gap recovered cannot be compared: {gap}."
         differences = [Difference("gap_recovered", None, None, None, None, None, None, unknown)]
     else:
         differences = [_judge("gap_recovered", names, gap, count)]
-    differences += [_judge(metric, names, _mean(metric, sides, arm, draws), count) for metric in METRICS]
+    differences += [_judge(metric, names, _mean(metric, sides, draws), count) for metric in METRICS]
     shares = [results["cost"]["target_prefill_flops_share"] for _, results in (a, b)]
     return Comparison(*names, count, (shares[0], shares[1]), differences, _notes(a, b, count))
 

@@ -12,11 +12,13 @@ TURN_NAMES = {
     "carried_on": "carried on (new tokens mapped)",
     "carried_anew": "carried anew (all mapped again)",
     "source": ARM_NAMES["source"],
+    "no_context": ARM_NAMES["no_context"],
 }
 TURN_COLOURS = {
     "carried_on": ARM_COLOURS["mapped"],
     "carried_anew": ARM_COLOURS["injected"],
     "source": ARM_COLOURS["source"],
+    "no_context": ARM_COLOURS["no_context"],
 }
 Curve = list[dict[str, Any]]
 

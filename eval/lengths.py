@@ -41,7 +41,7 @@ def evaluate_lengths(
     Args:
         pair: source and target.
         mapping: the map under test.
-        plan: its hand-off plan.
+        plan: its hand-off plan; a tail covers the scaffolding of a chat.
         documents: by prompt length.
         config: rollout length and bootstrap.
         folder: for files that hold finished documents while this runs.
@@ -56,7 +56,8 @@ def evaluate_lengths(
     """
     found: dict[str, Any] = {}
     for length, taken in sorted(documents.items()):
-        arms = standard_arms(pair, mapping, plan, length)
+        reading = taken[0].plan(plan)
+        arms = standard_arms(pair, mapping, reading, length)
         records = evaluate(
             pair,
             {name: arms[name] for name in ARMS},
@@ -67,8 +68,8 @@ def evaluate_lengths(
         )
         found[str(length)] = {
             "arms": summarise_arms(records, config),
-            "share": prefill_share(ModelCost.of(pair.target), plan, length, mapping),
-            "equal_cost_tail": equal_cost_tail(pair, mapping, plan, length).native_tail,
+            "share": prefill_share(ModelCost.of(pair.target), reading, length, mapping),
+            "equal_cost_tail": equal_cost_tail(pair, mapping, reading, length).native_tail,
             "documents": [_slim(record) for record in records],
         }
     return found

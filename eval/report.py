@@ -17,6 +17,7 @@ from kvbridge.eval.course_report import length_section, turn_section
 from kvbridge.eval.fidelity import METRIC_NAMES
 from kvbridge.eval.results import SCHEMA
 from kvbridge.eval.verdict import percent, seconds, verdict
+from kvbridge.pair import EMBEDDED
 
 BENCHMARK_COLUMNS = (
     "task", "questions", "chance", "source", "mapped", "native", "gap recovered", "retention",
@@ -111,7 +112,8 @@ def _overrides(prefix: str, settings: dict[str, Any]) -> list[str]:
     words: list[str] = []
     for name, value in settings.items():
         if isinstance(value, dict):
-            words += _overrides(f"{prefix}.{name}", value) if value.get("count", 1) else []
+            # What is not asked for is said to be so: another default must not ask for it.
+            words += _overrides(f"{prefix}.{name}", value) if value.get("count", 1) else [f"{prefix}.{name}.count=0"]
         elif isinstance(value, list):
             if value:
                 words.append(shlex.quote(f"{prefix}.{name}=[{','.join(map(str, value))}]"))
@@ -137,7 +139,7 @@ def cost_table(results: dict[str, Any]) -> list[tuple[str, str]]:
         ("cold time to first token (source prefill counted)", seconds(cost["cold_ttft_s"])),
         ("mapping", f"{cost['mapping_tokens_per_s']:.0f} tokens/s" if cost["mapping_tokens_per_s"] else "—"),
         ("bridge on disk", megabytes("artifact_bytes")),
-        ("peak memory of the evaluation", megabytes("peak_memory_bytes")),
+        ("peak memory of the process", megabytes("peak_memory_bytes")),
         ("calibration", f"{calibration / 60:.1f} min" if calibration else "—"),
     ]
 
@@ -165,10 +167,11 @@ def benchmark_table(results: dict[str, Any]) -> list[dict[str, Any]]:
 def reproduce(results: dict[str, Any]) -> str:
     """The command that repeats the run, with every setting that it read."""
     settings = results["run"]["settings"]
-    words = ["kvbridge run"]
+    local = [] if settings["pair"]["source"] == EMBEDDED else ["pair=local"]
+    words = ["kvbridge run", *local]
     groups = ["pair", "plan", "calibration", "eval"]
     if settings.get("bridge"):
-        words = ["kvbridge eval", f"bridge={shlex.quote(settings['bridge'])}"]
+        words = ["kvbridge eval", *local, f"bridge={shlex.quote(settings['bridge'])}"]
         groups.remove("calibration")
     elif settings.get("moments"):
         words.append(f"moments={shlex.quote(settings['moments'])}")

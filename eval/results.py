@@ -1,7 +1,7 @@
 """One `results.json` per run: everything a report or a later comparison needs.
 
 schema              version of this layout
-run                 versions, seeds, git revision, device, dtype, wall times, settings
+run                 versions, seeds, git revision, device, dtype, wall times, settings, fingerprint of the text
 pair                both models: name, revision, fingerprint, geometry; the tokenizer's fingerprint
 mapper, plan        method and hyper-parameters; what was computed natively
 calibration         what the map was fitted on

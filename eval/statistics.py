@@ -33,7 +33,9 @@ def gap_interval(source: list[float], arm: list[float], native: list[float], dra
         noise, better = "the source's NLL is within noise of the target's", "the source is better than the target"
         reason = f"{better if gap_high < 0 else noise} on these documents"
         return {"mean": None, "ci95": None, "n": len(source), "reason": reason}
-    low, high = np.percentile(gap_recovered(resampled[0], resampled[1], resampled[2]), (2.5, 97.5))
+    # A resample in which the source is not worse at all (at most one in forty) has no ratio and is left out.
+    kept = resampled[:, resampled[0] > resampled[2]]
+    low, high = np.percentile(gap_recovered(kept[0], kept[1], kept[2]), (2.5, 97.5))
     mean = gap_recovered(*by_document.mean(axis=1))
     return {"mean": float(mean), "ci95": [float(low), float(high)], "n": len(source)}
 

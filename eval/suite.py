@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvbridge import __version__
 from kvbridge.bridge import Bridge
 from kvbridge.calibration import Corpus
 from kvbridge.errors import UsageError
@@ -99,6 +100,8 @@ class Subject:
             "bridge": self.bridge.fingerprint(),
             "plan": task.plan.to_dict(),
             "corpus": task.corpus.fingerprint,
+            "text_field": task.config.text_field,
+            "kvbridge": __version__,
             **settings,
         }
 
@@ -141,12 +144,15 @@ def _prepare_lengths(task: Task) -> dict[int, list[Document]] | None:
                 f"eval.lengths={length}: sinks and tail of {task.plan.sinks} and {task.plan.native_tail} tokens leave "
                 "nothing to carry; give longer prompts."
             )
-    return {length: task.documents(length, length + gold, config.documents) for length in config.lengths} or None
+    chat = config.format == "chat"
+    return {
+        length: task.documents(length, length + gold, config.documents, chat=chat) for length in config.lengths
+    } or None
 
 
 def _measure_lengths(subject: Subject, documents: dict[int, list[Document]]) -> dict[str, Any]:
     task = subject.task
-    read = {name: getattr(task.config, name) for name in ("documents", "rollout", "join")}
+    read = {name: getattr(task.config, name) for name in ("documents", "rollout", "join", "format")}
     return evaluate_lengths(
         task.pair,
         subject.mapping,
@@ -176,6 +182,12 @@ def _prepare_turns(task: Task) -> list[Document] | None:
     if not turns.count:
         return None
     task.pair.require_length(turns.tokens, "eval.turns, all turns together,")
+    held = turns.prompt + turns.gold
+    if not (task.plan.split(turns.prompt).carried and task.plan.split(held + turns.prompt, held).carried):
+        raise UsageError(
+            f"eval.turns.prompt={turns.prompt}: sinks and tail of {task.plan.sinks} and {task.plan.native_tail} tokens "
+            "leave nothing of a turn to carry; give longer turns."
+        )
     return task.documents(turns.tokens - turns.gold, turns.tokens, turns.documents)
 
 

@@ -3,6 +3,7 @@
 tokens   [ prompt 1 | gold 1 | prompt 2 | gold 2 | … ]   every turn brings `prompt` new tokens and an answer of `gold`
 
 carried anew    each hand-off maps everything that the source has read so far; nothing is kept of the turn before
+no context      sinks, tail and answer of the turn alone, nothing carried and nothing kept
 carried on      the target keeps its cache: mapped pieces, and the tails and answers that it read itself over them; each
                 hand-off maps the new tokens only
 """
@@ -21,7 +22,7 @@ from tqdm.auto import tqdm
 from transformers import DynamicCache
 
 from kvbridge import compat
-from kvbridge.assembly import hand_off
+from kvbridge.assembly import assemble, hand_off
 from kvbridge.errors import UsageError
 from kvbridge.eval.documents import Document
 from kvbridge.eval.partial import PartialResults
@@ -32,7 +33,7 @@ from kvbridge.model import KVModel
 from kvbridge.pair import ModelPair
 from kvbridge.plan import HandoffPlan
 
-ARMS = ("carried_on", "carried_anew", "source")
+ARMS = ("carried_on", "carried_anew", "source", "no_context")
 METRICS = ("kl", "top1", "nll")
 
 
@@ -89,8 +90,12 @@ def _turn(
     first = {name: readers[name].take(prompt[:, readers[name].read :])[-1:] for name in ("native", "source")}
     states = pair.source.content(readers["source"].cache)
     held = readers["carried_on"]
-    for name, cache in (("carried_anew", None), ("carried_on", held.cache if held.read else None)):
-        handoff = hand_off(pair.target, plan, mapping, states, prompt, held=cache)
+    handoffs = {
+        "carried_anew": hand_off(pair.target, plan, mapping, states, prompt),
+        "carried_on": hand_off(pair.target, plan, mapping, states, prompt, held=held.cache if held.read else None),
+        "no_context": assemble(pair.target, plan, prompt, None),
+    }
+    for name, handoff in handoffs.items():
         first[name] = handoff.logits
         readers[name].cache, readers[name].read = handoff.cache, stop
     logits = {name: torch.cat((before, readers[name].take(answer)[:-1])) for name, before in first.items()}
@@ -102,7 +107,7 @@ def _conversation(
     pair: ModelPair, mapping: Map, plan: HandoffPlan, document: Document, config: TurnsConfig
 ) -> Iterator[dict[str, dict[str, float]]]:
     ids = torch.cat((document.prompt, document.gold), dim=1).to(pair.target.device)
-    readers = {name: _Reader(pair.target) for name in ("native", "carried_on", "carried_anew")}
+    readers = {name: _Reader(pair.target) for name in ("native", "carried_on", "carried_anew", "no_context")}
     readers["source"] = _Reader(pair.source)
     for turn in range(1, config.count + 1):
         yield _turn(pair, mapping, plan, ids[:, : turn * (config.prompt + config.gold)], readers, config.gold)

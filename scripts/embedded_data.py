@@ -24,8 +24,8 @@ IGNORED = -100
 class Batch(NamedTuple):
     """Packed rows: inputs and labels `[B, T]`, the loss weight of every label `[B, T]`, and where answers stand.
 
-    `looks [N, 3]` holds (row, position whose label belongs to an answer, earlier position of the same token in the
-    statement that the question is about).
+    `looks [N, 3]` holds (row, position whose label belongs to an answer, position of the same token where the answer's
+    text stands first).
     """
 
     inputs: Tensor

@@ -87,7 +87,6 @@ def _task_scores(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, se
         "pass key, about 250 tokens": lambda: passkey_task(rng, 230),
         "ledger of 6 entries": lambda: ledger_task(rng),
         "variables, 1 hop": lambda: variable_task(rng, 5, 1),
-        "variables, 2 hops": lambda: variable_task(rng, 5, 2),
         "tally of 8 things": lambda: tally_task(rng, 8),
     }
     for name, make in makers.items():

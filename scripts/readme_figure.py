@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Draw the README's figure, KL of every document in every arm, from a finished run.
+"""Draw a figure of the docs from a finished run: KL of every document, or accuracy over length and depth.
 
-python scripts/readme_figure.py runs/first docs/first_run.svg
+python scripts/readme_figure.py documents runs/first docs/first_run.svg
+python scripts/readme_figure.py memory runs/first docs/first_memory.svg
 """
 
 from __future__ import annotations
@@ -10,18 +11,21 @@ import argparse
 from pathlib import Path
 
 from kvbridge.eval.figures import kl_by_document
+from kvbridge.eval.probe_figures import accuracy_by_place
 from kvbridge.eval.report import load_results
 
 # An image on its own page has no text colour to follow, so it brings a page of its own.
 INK, PAPER = "#24292f", "#ffffff"
+FIGURES = {"documents": kl_by_document, "memory": lambda results: accuracy_by_place(results["probes"])}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("figure", choices=FIGURES)
     parser.add_argument("run", type=Path)
     parser.add_argument("image", type=Path)
     options = parser.parse_args()
-    drawn = kl_by_document(load_results(options.run)).replace("currentColor", INK)
+    drawn = FIGURES[options.figure](load_results(options.run)).replace("currentColor", INK)
     opening, rest = drawn.split(">", 1)
     options.image.write_text(f'{opening} style="background: {PAPER}">{rest}')
     print(options.image)

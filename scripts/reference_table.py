@@ -19,10 +19,11 @@ from typing import Any
 
 from kvbridge import HandoffPlan, ModelPair, load_pair
 from kvbridge.calibration import CalibrationMoments, CorpusConfig
+from kvbridge.eval import EvalConfig, evaluate
 from kvbridge.eval.arms import Arm, injected_arm, mapped_arm, nothing_carried_arm, other_document_arm
 from kvbridge.eval.documents import take_documents
-from kvbridge.eval.fidelity import EvalConfig, evaluate
 from kvbridge.eval.results import summarise_arms
+from kvbridge.fingerprint import digest
 from kvbridge.flops import ModelCost, prefill_share
 from kvbridge.kernels import FormMap
 from kvbridge.mappers import Ridge
@@ -98,6 +99,7 @@ def main() -> None:
     pair = load_pair(options.source, options.target, dtype=options.dtype)
     moments = CalibrationMoments.load(Path(options.moments) / "moments.safetensors")
     moments.require_pair(pair)
+    calibration = digest(moments.info["identity"])
     sides = pair.source.geometry, pair.target.geometry
     fits = {name: mapper.fit(moments, *sides) for name, mapper in build_mappers(options.k).items()}
     del moments
@@ -107,7 +109,7 @@ def main() -> None:
         corpus, pair.tokenizer, documents=options.documents, tokens=options.tokens, prompt=options.prompt
     )
     config = EvalConfig(documents=options.documents, tokens=options.tokens, prompt=options.prompt, samples=0)
-    identity = {"pair": pair.identity(), "corpus": corpus.fingerprint, **vars(options)}
+    identity = {"pair": pair.identity(), "corpus": corpus.fingerprint, "calibration": calibration, **vars(options)}
     arms = build_arms(pair, maps)
     records = evaluate(pair, arms, documents, config, partial=out / "documents.jsonl", identity=identity)
     renamed = [{"source" if key == "source model alone" else key: value for key, value in r.items()} for r in records]

@@ -28,6 +28,7 @@ import kvbridge.embedded
 
 CALIBRATION_DOCUMENTS = 800
 EVALUATION_DOCUMENTS = 240
+TRAINING = "training.json"
 # The text that decides what is pruned comes from a step that no training reaches.
 PRUNING_STEP = 1_000_000
 
@@ -187,19 +188,25 @@ class Run:
         self.optimizers = build_optimizers(self.model, recipe)
         self.base_lrs = [recipe.muon_lr, recipe.adam_lr]
         self.step, self.tokens, self.cpu_seconds = 0, 0, 0.0
+        self.identity = f"seed {seed}, {recipe}"
         self.probes = {length: recall_tasks(tokenizer, f"progress:{seed}", length, 48) for length in (64, 256)}
         if self.path.exists():
             self._load()
 
     def _prune(self, work: Path) -> None:
         """Start from the trained target."""
-        large = build_model(RECIPES["target"], self.tokenizer, self.seed)
-        large.load_state_dict(torch.load(work / "target.pt", weights_only=True)["model"])
+        large, path = build_model(RECIPES["target"], self.tokenizer, self.seed), work / "target.pt"
+        state = torch.load(path, weights_only=True) if path.exists() else {"training": {"steps": 0}}
+        if state["training"]["steps"] < RECIPES["target"].steps:
+            raise SystemExit(f"{self.name} is pruned from the target, which is not trained yet; train it first.")
+        large.load_state_dict(state["model"])
         text = batch(self.tokenizer, self.seed, PRUNING_STEP, 16, 512, Mixture(0.3, 0.0), 1.0).inputs
         prune(large.eval(), self.model, text, list(self.recipe.kept_layers))
 
     def _load(self) -> None:
         state = torch.load(self.path, weights_only=True)
+        if state.get("identity") != self.identity:
+            raise SystemExit(f"{self.path} belongs to another seed or recipe; delete it, or give another --work.")
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
@@ -214,11 +221,16 @@ class Run:
             {
                 "model": self.model.state_dict(),
                 "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-                "training": {"steps": self.step, "tokens": self.tokens, "cpu_seconds": self.cpu_seconds},
+                "training": self.training(),
+                "identity": self.identity,
             },
             partial,
         )
         os.replace(partial, self.path)
+
+    def training(self) -> dict[str, float]:
+        """What the training has taken so far."""
+        return {"steps": self.step, "tokens": self.tokens, "cpu_seconds": round(self.cpu_seconds, 1)}
 
     def train(self) -> LlamaForCausalLM:
         """Runs the remaining steps."""
@@ -265,13 +277,16 @@ class Run:
         )
 
 
-def ship(run: Run, folder: Path) -> None:
-    """Writes the bf16 checkpoint and the tokenizer."""
+def ship(run: Run, out: Path) -> None:
+    """Writes the bf16 checkpoint, the tokenizer, and what the training took."""
+    folder, facts = out / run.name, out / TRAINING
     folder.mkdir(parents=True, exist_ok=True)
     copy.deepcopy(run.model).to(torch.bfloat16).save_pretrained(folder)
     run.tokenizer.save_pretrained(folder)
     for file in folder.iterdir():
         file.chmod(0o644)
+    training = json.loads(facts.read_text()) if facts.exists() else {}
+    facts.write_text(json.dumps(training | {run.name: run.training()}, indent=1) + "\n")
 
 
 def load_tokenizer(work: Path, seed: int) -> PreTrainedTokenizerFast:
@@ -304,6 +319,15 @@ def main() -> None:
     """Trains, ships and measures what is asked for."""
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
+    if arguments.only != "measure":
+        make(arguments)
+    if arguments.only in (None, "measure"):
+        training = json.loads((arguments.out / TRAINING).read_text())
+        print(json.dumps(measure_pair(arguments.out, training, arguments.seed), indent=1), flush=True)
+
+
+def make(arguments: argparse.Namespace) -> None:
+    """Writes the text, trains and ships, as far as it is asked for."""
     arguments.work.mkdir(parents=True, exist_ok=True)
     tokenizer = load_tokenizer(arguments.work, arguments.seed)
     if arguments.only in (None, "text"):
@@ -313,10 +337,7 @@ def main() -> None:
             recipe = replace(recipe, steps=arguments.steps or recipe.steps)
             run = Run(name, recipe, tokenizer, arguments.seed, arguments.work)
             run.train()
-            ship(run, arguments.out / name)
-    if arguments.only in (None, "measure"):
-        training = {name: torch.load(arguments.work / f"{name}.pt", weights_only=True)["training"] for name in RECIPES}
-        print(json.dumps(measure_pair(arguments.out, training, arguments.seed), indent=1), flush=True)
+            ship(run, arguments.out)
 
 
 if __name__ == "__main__":

@@ -198,3 +198,12 @@ def test_refuses(
     assert code == 2
     assert errors.startswith("kvbridge: error: ")
     assert sentence in errors
+
+
+def test_another_text_or_format_is_noted() -> None:
+    first, second = results(documents=30), results(documents=30)
+    first["run"]["text"], second["run"]["text"] = "one", "two"
+    second["run"]["settings"]["eval"]["format"] = "chat"
+    notes = " ".join(compare_runs(("first", first), ("second", second)).notes)
+    assert "The evaluation texts differ: documents of one id may not be the same." in notes
+    assert "The runs differ in eval.format: other positions are scored." in notes

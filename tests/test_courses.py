@@ -122,6 +122,7 @@ class TestTurns:
         records = self.run(twins, copying(twins), documents, tmp_path / "turns.jsonl")
         assert [len(record["turns"]) for record in records] == [3, 3]
         for turn in (turn for record in records for turn in record["turns"]):
+            assert turn.pop("no_context")["kl"] > 1e-3
             for scores in turn.values():
                 assert scores["kl"] == pytest.approx(0, abs=1e-6)
                 assert scores["top1"] == 1
@@ -181,6 +182,16 @@ class TestLengths:
         assert section is not None
         assert [row[0] for row in section["rows"]] == [20, 40]
 
+    def test_lengths_of_a_chat_are_chats(
+        self, pair: ModelPair, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(pair.tokenizer, "chat_template", TEMPLATE)
+        config = EvalConfig(documents=2, tokens=112, prompt=104, format="chat", lengths=[96])
+        prepared = prepare(Task(pair, PLAN, config, corpus, tmp_path))
+        framed = prepared["by_length"][96][0]
+        assert framed.scaffolding == prepared["documents"][0].scaffolding > 0
+        assert framed.prompt[0, : len(chat_frame(pair.tokenizer).before)].tolist() == chat_frame(pair.tokenizer).before
+
     @pytest.mark.parametrize("lengths", [[1], [8, 8]])
     def test_refuses_lengths_that_are_none(self, lengths: list[int]) -> None:
         with pytest.raises(UsageError, match="expected prompt lengths of 2 tokens or more"):
@@ -209,5 +220,9 @@ class TestSuite:
             prepare(self.task(pair, corpus, tmp_path, format="chat"))
         with pytest.raises(UsageError, match=r"eval\.turns, all turns together"):
             prepare(self.task(pair, corpus, tmp_path, turns=TurnsConfig(count=9, prompt=10_000)))
+        with pytest.raises(
+            UsageError, match=r"eval\.turns\.prompt=4: sinks and tail of 2 and 4 tokens leave nothing of a"
+        ):
+            prepare(self.task(pair, corpus, tmp_path, turns=TurnsConfig(count=2, prompt=4, gold=6)))
         with pytest.raises(PlanError):
             Task.of(pair, HandoffPlan(native_head=3), EvalConfig(), tmp_path)

@@ -151,6 +151,9 @@ def test_is_the_default_and_its_text_is_no_other_pairs() -> None:
     given = ["pair=local", "pair.source=A", "pair.target=B", "eval.corpus=embedded", "out=x"]
     with pytest.raises(UsageError, match=r"eval\.corpus=embedded is the embedded pair's text, and pair\.source=A"):
         Settings.of(compose("config", overrides=given))
+    given = ["pair.source=A", "pair.target=B", "calibration.corpus=C", "eval.corpus=D", "out=x"]
+    with pytest.raises(UsageError, match=r"eval\.probes\.language=embedded is the embedded pair's language"):
+        Settings.of(compose("config", overrides=given))
 
 
 def test_the_main_job_tells_a_map_from_its_controls(

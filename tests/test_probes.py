@@ -365,7 +365,12 @@ def test_the_command_that_repeats_a_run_names_the_probes_it_asked() -> None:
     assert "eval.probes.count=1" in reproduce(found)
     assert "'eval.probes.tasks=[passkey,counting]'" in reproduce(found)
     found["run"]["settings"]["eval"]["probes"]["count"] = 0
-    assert "probes" not in reproduce(found)
+    # The default pair asks probes of its own, which must not be asked of another.
+    assert "eval.probes.count=0" in reproduce(found)
+    assert "eval.probes.lengths" not in reproduce(found)
+    assert reproduce(found).startswith("kvbridge run \\\n  pair=local")
+    found["run"]["settings"]["pair"] = {"source": "embedded"}
+    assert "pair=local" not in reproduce(found)
 
 
 # Settings

@@ -90,7 +90,7 @@ def test_the_command_of_an_evaluation_names_its_bridge(tmp_path: Path) -> None:
     found = results()
     found["run"]["settings"] |= {"bridge": "runs/first/bridge"}
     _, twin = _write(tmp_path, found)
-    assert "kvbridge eval \\\n  bridge=runs/first/bridge" in twin
+    assert "kvbridge eval \\\n  pair=local \\\n  bridge=runs/first/bridge" in twin
     assert "mapper" not in twin.split("## Reproduce")[1].split("```")[1]
     assert "calibration.corpus" not in twin
 

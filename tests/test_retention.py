@@ -383,7 +383,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, corpus_file: Path) -> Callable
     }  # fmt: skip
 
     def command(name: str = "run", **changed: Any) -> tuple[int, Path]:
-        overrides = [f"{key}={value}" for key, value in (given | changed).items()]
+        overrides = ["pair=local", *(f"{key}={value}" for key, value in (given | changed).items())]
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(folder)
             patch.setenv("HYDRA_FULL_ERROR", "1")

@@ -20,7 +20,7 @@ from kvbridge.bridge import Bridge
 from kvbridge.calibration import CalibrationConfig, calibrate_once, collect, moments_folder
 from kvbridge.cli.jobs import Sweep, safe_name
 from kvbridge.errors import UsageError
-from kvbridge.eval.status import deciding, is_alive, is_finished, read_status, recorded, write_status
+from kvbridge.eval.status import alone, deciding, is_alive, is_finished, read_status, recorded, write_status
 from kvbridge.eval.sweep import best_under, differing_settings, find_runs, pareto, series
 from kvbridge.eval.sweep_figures import _places
 from kvbridge.eval.sweep_report import short_names, write_sweep_report
@@ -119,6 +119,26 @@ def test_a_finished_run_is_not_repeated_nor_overwritten(kvbridge: Run, tmp_path:
     )
     assert "bridge=null (now mine/bridge)" in sentence(kvbridge("eval", "out=mine"))
     assert (tmp_path / "mine/results.json").stat().st_mtime_ns == before
+
+
+def test_another_bridge_of_the_same_name_is_not_done(kvbridge: Run, tmp_path: Path) -> None:
+    assert kvbridge("calibrate", "out=fitted").code == 0
+    assert kvbridge("fit", "out=fitted", "mapper.k=2").code == 0
+    assert kvbridge("eval", "bridge=fitted/bridge", "out=scored").code == 0
+    assert kvbridge("fit", "out=fitted", "mapper.k=1").code == 0
+    assert "bridge_fingerprint=" in sentence(kvbridge("eval", "bridge=fitted/bridge", "out=scored"))
+    said = sentence(kvbridge("fit", "out=scored", f"moments={tmp_path}/fitted/calibration"))
+    assert said == "scored holds the results of an earlier bridge; give another out=."
+
+
+def test_two_processes_do_not_work_in_one_folder(kvbridge: Run, tmp_path: Path) -> None:
+    with alone(tmp_path / "mine", main=True):
+        said = sentence(kvbridge("run", "out=mine"))
+        assert said == "another process is at work in mine; wait for it, or give another out=."
+        # A process that only contributes shards may enter.
+        with alone(tmp_path / "mine", main=False):
+            pass
+    assert not (tmp_path / "mine").exists()
 
 
 @pytest.mark.slow

@@ -89,7 +89,8 @@ def write_questions(path: Path, found: Iterator[dict[str, Any]]) -> None:
         CorpusError: there is none.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
+    # Processes that were launched together write the same questions.
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     lines = [json.dumps(question, ensure_ascii=False) + "\n" for question in found]
     if not lines:
         raise CorpusError(

@@ -100,7 +100,9 @@ def _evaluate(
     subject = suite.Subject(task, bridge, FormMap.of(bridge))
     measured = suite.measure(subject, parts, seconds)
     plan = parts["documents"][0].plan(settings.plan)
-    run = describe_run(task.pair, settings.plain, seconds)
+    run = describe_run(task.pair, settings.plain, seconds) | {"text": task.corpus.fingerprint}
+    # A bridge may have been fitted under other settings than those of this command.
+    run["seeds"]["calibration"] = bridge.calibration.get("identity", {}).get("calibration.seed")
     results = build_results(task.pair, bridge, subject.mapping, plan, settings.eval, measured, run)
     results["cost"]["artifact_bytes"] = bridge_bytes(location) if location else None
     results["cost"]["calibration_seconds"] = bridge.calibration.get("seconds")
@@ -116,10 +118,18 @@ def _evaluate(
 
 def run_command(config: DictConfig) -> None:
     """Calibrate, fit and evaluate."""
+    from kvbridge.eval.status import alone
+
+    settings = Settings.of(config)
+    settings.refuse("bridge")
+    with alone(settings.out, process_state().is_main_process):
+        _run(settings)
+
+
+def _run(settings: Settings) -> None:
     from kvbridge.eval.status import is_finished, recorded
 
-    settings, seconds = Settings.of(config), {}
-    settings.refuse("bridge")
+    seconds: dict[str, float] = {}
     if is_finished(settings.out, settings.plain):
         print(f"{settings.out}: done already")
         return
@@ -152,6 +162,8 @@ def fit_command(config: DictConfig) -> None:
     """Fit a map on finished moments."""
     settings = Settings.of(config)
     settings.refuse("bridge")
+    if (settings.out / "results.json").exists():
+        raise UsageError(f"{settings.out} holds the results of an earlier bridge; give another out=.")
     stored = settings.moments is None and settings.moments_store is not None
     pair = settings.pair.load() if stored else None
     folder = _moments_folder(settings, pair) if pair else settings.calibration_folder
@@ -180,21 +192,31 @@ def _bridge_location(settings: Settings) -> str:
 
 def eval_command(config: DictConfig) -> None:
     """Score a finished bridge."""
-    from kvbridge.eval.status import is_finished, recorded
+    from kvbridge.eval.status import alone
 
     settings = Settings.of(config)
     settings.refuse("moments")
-    location = _bridge_location(settings)
-    settings.plain["bridge"] = location
+    if process_state().num_processes > 1:
+        raise UsageError(
+            f"eval works in one process and was started in {process_state().num_processes}; start it alone."
+        )
+    with alone(settings.out, main=True):
+        _score(settings, _bridge_location(settings))
+
+
+def _score(settings: Settings, location: str) -> None:
+    from kvbridge.eval.status import is_finished, recorded
+
+    unchecked = Bridge.from_pretrained(location)
+    settings.plain.update(bridge=location, bridge_fingerprint=unchecked.fingerprint())
     if is_finished(settings.out, settings.plain):
         print(f"{settings.out}: done already")
         return
-    unchecked = Bridge.from_pretrained(location)
     pair = settings.pair.load()
     unchecked.require_pair(pair)
     folder = Path(location).expanduser()
     prepared = _prepare(settings, pair)
-    with recorded(settings.out, settings.plain, process_state().is_main_process):
+    with recorded(settings.out, settings.plain, main=True):
         _evaluate(settings, unchecked, prepared, folder if folder.is_dir() else None, {})
 
 

@@ -126,6 +126,12 @@ def _check_text(groups: dict[str, Any]) -> None:
                 f"{name}.corpus={EMBEDDED} is the embedded pair's text, and pair.source={groups['pair'].source}; "
                 f"add pair=local and give {name}.corpus=FILE."
             )
+    probes = groups["eval"].probes
+    if probes.count and probes.language == EMBEDDED and groups["pair"].source != EMBEDDED:
+        raise UsageError(
+            f"eval.probes.language={EMBEDDED} is the embedded pair's language, and pair.source="
+            f"{groups['pair'].source}; add pair=local, or give eval.probes.language=plain."
+        )
 
 
 def _refuse_additions(group: str, node: DictConfig) -> None:
