@@ -211,7 +211,9 @@ class CalibrationMoments:
             loaded = cls({at: Moments.from_tensors(rows["/".join(at)], tensors) for at, tensors in sets.items()}, info)
             loaded._check()
         except (SafetensorError, KeyError, ValueError, TypeError, AttributeError) as error:
-            raise CalibrationError(f"{path} is damaged or holds no moments ({error}); calibrate again.") from error
+            raise CalibrationError(
+                f"{path} is damaged or holds no moments ({error}); delete it and calibrate again."
+            ) from error
         return loaded
 
     def _check(self) -> None:

@@ -9,6 +9,14 @@ from typing import Any
 from kvbridge.errors import UsageError
 
 
+def _record(line: str) -> dict[str, Any]:
+    """One line of the file; `ValueError` where it holds no record."""
+    found = json.loads(line)
+    if not isinstance(found, dict):
+        raise ValueError("no record")
+    return found
+
+
 class PartialResults:
     """A file of records under a header that says which settings they belong to.
 
@@ -30,11 +38,10 @@ class PartialResults:
             return []
         lines = self.path.read_text(errors="replace").splitlines()
         try:
-            header, records = json.loads(lines[0]), [json.loads(line) for line in lines[1:]]
-        except (IndexError, json.JSONDecodeError):
+            header, *records = [_record(line) for line in lines]
+        except ValueError:
             # A kill in the middle of a line loses that record only.
             header, records = self._salvage(lines)
-        header = header if isinstance(header, dict) else {}
         if header != self.identity:
             differing = sorted(key for key in self.identity if header.get(key) != self.identity[key])
             raise UsageError(
@@ -48,8 +55,8 @@ class PartialResults:
         parsed = []
         for line in lines:
             try:
-                parsed.append(json.loads(line))
-            except json.JSONDecodeError:
+                parsed.append(_record(line))
+            except ValueError:
                 break
         return (parsed[0], parsed[1:]) if parsed else (self.identity, [])
 

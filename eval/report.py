@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,12 @@ from kvbridge.eval.results import SCHEMA
 from kvbridge.eval.verdict import percent, seconds, verdict
 from kvbridge.pair import EMBEDDED
 
+# What every reader of results relies on; whatever else is wrong is found while a page is written.
+PLACES = (
+    "run.settings", "run.versions", "run.seeds", "pair.source", "pair.target", "mapper.name", "plan", "calibration",
+    "arms.native", "arms.mapped", "documents", "by_position.mapped", "reconstruction", "selected_layers", "samples",
+    "cost.target_prefill_flops_share",
+)  # fmt: skip
 BENCHMARK_COLUMNS = (
     "task", "questions", "chance", "source", "mapped", "native", "gap recovered", "retention",
     "p (source)", "p (native)", "carried",
@@ -43,6 +50,12 @@ def load_results(folder: Path) -> dict[str, Any]:
     if not isinstance(results, dict) or results.get("schema") != SCHEMA:
         found = results.get("schema") if isinstance(results, dict) else None
         raise UsageError(f"{path} has schema {found}, expected {SCHEMA}; evaluate again with this kvbridge.")
+    for place in PLACES:
+        found: Any = results
+        for name in place.split("."):
+            found = found.get(name) if isinstance(found, dict) else None
+        if found is None:
+            raise UsageError(f"{path} is damaged (it has no {place}); delete it and evaluate again.")
     return results
 
 
@@ -107,6 +120,15 @@ def probe_section(results: dict[str, Any]) -> dict[str, Any] | None:
     }
 
 
+def _word(name: str, value: Any) -> str:
+    """One override, quoted for Hydra where its grammar would read more into the value, and for the shell."""
+    text = "null" if value is None else str(value)
+    if isinstance(value, str) and not re.fullmatch(r"[\w./+-]+", text):
+        escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+        text = f"'{escaped}'"
+    return shlex.quote(f"{name}={text}")
+
+
 def _overrides(prefix: str, settings: dict[str, Any]) -> list[str]:
     """Overrides that give these settings; what was left empty is left out, and what nothing reads."""
     words: list[str] = []
@@ -118,7 +140,7 @@ def _overrides(prefix: str, settings: dict[str, Any]) -> list[str]:
             if value:
                 words.append(shlex.quote(f"{prefix}.{name}=[{','.join(map(str, value))}]"))
         elif value is not None and value != "":
-            words.append(shlex.quote(f"{prefix}.{name}={value}"))
+            words.append(_word(f"{prefix}.{name}", value))
         elif (prefix, name) == ("plan", "native_head"):
             words.append("plan.native_head=null")
     return words
@@ -171,15 +193,15 @@ def reproduce(results: dict[str, Any]) -> str:
     words = ["kvbridge run", *local]
     groups = ["pair", "plan", "calibration", "eval"]
     if settings.get("bridge"):
-        words = ["kvbridge eval", *local, f"bridge={shlex.quote(settings['bridge'])}"]
+        words = ["kvbridge eval", *local, _word("bridge", settings["bridge"])]
         groups.remove("calibration")
     elif settings.get("moments"):
-        words.append(f"moments={shlex.quote(settings['moments'])}")
+        words.append(_word("moments", settings["moments"]))
         groups.remove("calibration")
     if not settings.get("bridge"):
         mapper = results["mapper"]
         words.append(f"mapper={mapper['name']}")
-        words += [f"mapper.{name}={value}" for name, value in mapper.items() if name != "name"]
+        words += [_word(f"mapper.{name}", value) for name, value in mapper.items() if name != "name"]
     for group in groups:
         words += _overrides(group, settings[group])
     return " \\\n  ".join([*words, "out=DIR"])

@@ -196,16 +196,16 @@ class _Finished:
             return
         try:
             stored = json.loads(path.read_text())
-        except json.JSONDecodeError:
-            stored = {}
-        if stored.get("identity") != identity:
-            found = stored.get("identity", {})
+            found, records = dict(stored["identity"]), dict(stored["finished"])
+        except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"{path} is damaged ({error}); delete it and score again.") from error
+        if found != identity:
             differing = sorted(key for key in identity if found.get(key) != identity[key])
             raise UsageError(
                 f"{path} belongs to benchmark scores with other settings ({', '.join(differing)}); "
                 "use another out= or delete it."
             )
-        self.records = stored["finished"]
+        self.records = records
 
     def add(self, task: str, arm: str, record: dict[str, Any]) -> None:
         self.records.setdefault(task, {})[arm] = record

@@ -41,7 +41,8 @@ def read_status(folder: Path) -> dict[str, Any]:
         status = json.loads((folder / STATUS).read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError):
         return {}
-    return status if isinstance(status, dict) else {}
+    whole = isinstance(status, dict) and {"state", "pid", "host", "at"} <= status.keys()
+    return status if whole and isinstance(status.get("settings"), dict) else {}
 
 
 @contextmanager
@@ -162,8 +163,8 @@ def is_finished(folder: Path, settings: dict[str, Any]) -> bool:
     others = process_state().is_main_process and status.get("pid") != os.getpid()
     if others and is_alive(status) and status["host"] == socket.gethostname():
         raise UsageError(
-            f"process {status['pid']} has been working in {folder} since {status['at']}; wait for it, or give another "
-            "out=."
+            f"process {status['pid']} has been working in {folder} since {status['at']}; wait for it, give another "
+            "out=, or delete its status.json if that process is something else."
         )
     if not (folder / "results.json").exists():
         return False

@@ -110,7 +110,13 @@ def print_results(results: dict[str, Any]) -> None:
         cells = []
         for metric in columns:
             value = metrics.get(metric, {}).get("mean")
-            cells.append("—" if value is None else f"{value:.1%}" if metric == "gap_recovered" else f"{value:.4f}")
+            cells.append(
+                "—"
+                if value is None
+                else f"{value:.1%}"
+                if metric == "gap_recovered"
+                else f"{round(value, 4) + 0.0:.4f}"
+            )
         table.add_row(name.replace("_", " "), *cells)
     console = Console(width=120)
     console.print(table)

@@ -153,7 +153,11 @@ def _names(varied: dict[str, list[str]]) -> Iterator[str]:
 def _expect(folder: Path, names: list[str]) -> None:
     """Remember in `sweep.json` which jobs a sweep's folder is to hold, so that a report knows what is missing."""
     path = folder / "sweep.json"
-    known = json.loads(path.read_text())["jobs"] if path.exists() else []
+    try:
+        known = [str(job) for job in json.loads(path.read_text())["jobs"]] if path.exists() else []
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
+        # What can be lost is only that a report calls jobs of earlier commands missing.
+        known = []
     jobs = list(dict.fromkeys([*known, *names]))
     if jobs != known:
         folder.mkdir(parents=True, exist_ok=True)
