@@ -123,7 +123,7 @@ def probe_section(results: dict[str, Any]) -> dict[str, Any] | None:
 def _word(name: str, value: Any) -> str:
     """One override, quoted for Hydra where its grammar would read more into the value, and for the shell."""
     text = "null" if value is None else str(value)
-    if isinstance(value, str) and not re.fullmatch(r"[\w./+-]+", text):
+    if isinstance(value, str) and re.search(r"[,\[\]{}()'\"\\]|^\s|\s$", text):
         escaped = text.replace("\\", "\\\\").replace("'", "\\'")
         text = f"'{escaped}'"
     return shlex.quote(f"{name}={text}")

@@ -233,7 +233,7 @@ def test_refuses_a_damaged_file(calibration: CalibrationMoments, tmp_path: Path,
     else:
         save_file({"weight": torch.zeros(2)}, path, metadata={"info": "{}", "rows": "{}"})
     with pytest.raises(
-        CalibrationError, match=r"moments\.safetensors is damaged or holds no moments \(.+\); calibrate"
+        CalibrationError, match=r"moments\.safetensors is damaged or holds no moments \(.+\); delete it and calibrate"
     ):
         CalibrationMoments.load(path)
 

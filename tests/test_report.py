@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from kvbridge.errors import UsageError
-from kvbridge.eval.report import write_report
+from kvbridge.eval.report import reproduce, write_report
 from kvbridge.eval.verdict import verdict
 from made_results import ARMS, results
 
@@ -100,7 +102,7 @@ def test_the_command_of_reused_moments_names_them_and_the_fitted_mapper(tmp_path
     found["run"]["settings"] |= {"moments": "runs/a b/calibration"}
     found["mapper"] = {"name": "ridge", "k": 3}
     _, twin = _write(tmp_path, found)
-    assert "moments='runs/a b/calibration'" in twin
+    assert "'moments=runs/a b/calibration'" in twin
     assert "mapper.k=3" in twin
 
 
@@ -148,3 +150,24 @@ def test_unusable_results_are_refused(tmp_path: Path, content: str | None, sente
     with pytest.raises(UsageError, match=sentence):
         write_report(tmp_path)
     assert not (tmp_path / "report.html").exists()
+
+
+def test_values_are_quoted_for_hydra_and_the_shell() -> None:
+    found = results()
+    found["run"]["settings"]["eval"]["corpus"] = "it's, here.jsonl"
+    words = shlex.split(reproduce(found).replace("\\\n", " "))
+    parsed = OverridesParser.create().parse_overrides([word for word in words[2:] if word != "out=DIR"])
+    values = {override.key_or_group: override.value() for override in parsed}
+    assert values["eval.corpus"] == "it's, here.jsonl"
+
+
+@pytest.mark.parametrize("place", ["arms.mapped", "run.versions", "cost.target_prefill_flops_share", "documents"])
+def test_results_that_lack_a_part_are_damaged(place: str, tmp_path: Path) -> None:
+    found = results()
+    *parents, last = place.split(".")
+    inner: Any = found
+    for name in parents:
+        inner = inner[name]
+    del inner[last]
+    with pytest.raises(UsageError, match=rf"is damaged \(it has no {re.escape(place)}\); delete it and evaluate again"):
+        _write(tmp_path, found)

@@ -311,7 +311,7 @@ def test_a_task_may_be_added_but_nothing_else_changed(score: Score, monkeypatch:
 
 def test_a_damaged_partial_file_is_refused(score: Score, tmp_path: Path) -> None:
     (tmp_path / "retention.partial.json").write_text("{")
-    with pytest.raises(UsageError, match=r"use another out= or delete it\.$"):
+    with pytest.raises(UsageError, match=r"retention\.partial\.json is damaged \(.+\); delete it and score again\.$"):
         score()
 
 
@@ -423,20 +423,24 @@ def test_a_run_scores_and_reports_its_tasks(
 
 
 def test_a_change_of_benchmarks_keeps_the_scored_documents(
-    run: Callable[..., tuple[int, Path]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Callable[..., tuple[int, Path]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     def killed(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
+    out = tmp_path / "changed"
     with monkeypatch.context() as patch:
         patch.setattr(retention_module, "score_task", killed)
-        code, out = run()
+        code, _ = run(out=out)
     assert code == 130
     partial = (out / "documents.partial.jsonl").read_text()
     capsys.readouterr()
     with monkeypatch.context() as patch:
         patch.setattr("kvbridge.eval.fidelity.read_context", killed)
-        assert run("eval", **{"eval.retention.limit": 2}, **{"bridge": out / "bridge"})[0] == 0
+        assert run("eval", **{"eval.retention.limit": 2, "bridge": out / "bridge", "out": out})[0] == 0
     results = json.loads((out / "results.json").read_text())
     assert results["retention"][CONTINUATION]["n"] == 2
     assert len(results["documents"]) == len(partial.splitlines()) - 1
@@ -452,7 +456,8 @@ def test_a_typo_deep_in_the_settings_is_an_error(
 def test_reports_of_runs_without_benchmarks_have_no_such_section(
     run: Callable[..., tuple[int, Path]], tmp_path: Path
 ) -> None:
-    _, out = run(**{"eval.retention.tasks": "[]"})
+    out = tmp_path / "without"
+    assert run(**{"eval.retention.tasks": "[]", "out": out})[0] == 0
     results = json.loads((out / "results.json").read_text())
     assert results["retention"] is None
     del results["retention"]
