@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from kvbridge.errors import UsageError
 from kvbridge.eval.arms import Arm, Context, Reading, read_context, read_prompt, strip_prompt
@@ -135,11 +133,11 @@ def evaluate(
         raise UsageError(
             f"prompts of {' and '.join(map(str, lengths))} tokens; all documents must be handed off at one length."
         )
-    store, ends = PartialResults(partial, identity), end_tokens(pair)
-    records = store.load()
-    bar = tqdm(total=len(documents), initial=len(records), unit="doc", desc="evaluate")
-    with bar, torch.inference_mode():
-        for context in _contexts(pair, documents, len(records)) if len(records) < len(documents) else ():
+    ends = end_tokens(pair)
+
+    def make(done: int) -> Iterator[dict[str, Any]]:
+        contexts = _contexts(pair, documents, done) if done < len(documents) else ()
+        for number, context in enumerate(contexts, start=done):
             # Entries that only the longer of two padded vocabularies has are no tokens: every arm goes without them.
             vocabulary = min(context.native.logits.shape[-1], context.source.logits.shape[-1])
             reference = _Reference.of(context.native, context.document, config.rollout, ends, vocabulary)
@@ -147,12 +145,11 @@ def evaluate(
             record: dict[str, Any] = {"id": context.document.name}
             record |= {name: reference.score(reading) for name, reading in readings.items()}
             record["seconds"] = _seconds(context, readings)
-            if len(records) < config.samples:
+            if number < config.samples:
                 record["sample"] = _sample(pair, context, readings, reference, config.rollout, vocabulary)
-            store.append(record)
-            records.append(record)
-            bar.update(1)
-    return records
+            yield record
+
+    return PartialResults(partial, identity).finish(len(documents), make, unit="doc", desc="evaluate")
 
 
 def _sample(

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
+from tqdm.auto import tqdm
 
 from kvbridge.errors import UsageError
 
@@ -64,6 +68,28 @@ class PartialResults:
         partial = self.path.with_name(self.path.name + ".partial")
         partial.write_text("".join(json.dumps(line) + "\n" for line in lines))
         partial.replace(self.path)
+
+    def finish(
+        self, total: int, make: Callable[[int], Iterator[dict[str, Any]]], *, unit: str, desc: str
+    ) -> list[dict[str, Any]]:
+        """All records: those on disk, then those still to be made, each written as soon as it is there.
+
+        Args:
+            total: how many there will be.
+            make: makes the records from a number on, in inference mode.
+            unit, desc: of the progress bar.
+
+        Raises:
+            UsageError: the file belongs to other settings.
+        """
+        records = self.load()
+        bar = tqdm(total=total, initial=len(records), unit=unit, desc=desc)
+        with bar, torch.inference_mode():
+            for record in make(len(records)):
+                self.append(record)
+                records.append(record)
+                bar.update(1)
+        return records
 
     def append(self, record: dict[str, Any]) -> None:
         """Add one finished record."""

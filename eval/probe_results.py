@@ -8,9 +8,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import torch
-from tqdm.auto import tqdm
-
 from kvbridge.eval.arms import Context, Reading, read_context, read_prompt, standard_arms, strip_prompt
 from kvbridge.eval.config import EvalConfig
 from kvbridge.eval.documents import Document
@@ -84,21 +81,18 @@ def ask_probes(
     Raises:
         UsageError: `partial` belongs to other settings.
     """
-    store = PartialResults(partial, identity)
-    records = store.load()
-    bar = tqdm(total=len(probes), initial=len(records), unit="probe", desc="probe")
-    with bar, torch.inference_mode():
-        for probe, context in _contexts(pair, probes[len(records) :]):
+
+    def make(done: int) -> Iterator[Record]:
+        for probe, context in _contexts(pair, probes[done:]):
             vocabulary = min(context.native.logits.shape[-1], context.source.logits.shape[-1])
             record: Record = {"task": probe.task, "length": probe.length, "depth": probe.depth}
             record["arms"] = {
                 name: score_probe(pair, probe, reading, vocabulary)
                 for name, reading in _readings(pair, mapping, plan, probe, context)
             }
-            store.append(record)
-            records.append(record)
-            bar.update(1)
-    return records
+            yield record
+
+    return PartialResults(partial, identity).finish(len(probes), make, unit="probe", desc="probe")
 
 
 def _accuracies(records: list[Record], config: EvalConfig) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import DynamicCache
 
 from kvbridge import compat
@@ -140,17 +139,13 @@ def evaluate_turns(
     Raises:
         UsageError: `partial` belongs to other settings.
     """
+
+    def make(done: int) -> Iterator[dict[str, Any]]:
+        for document in documents[done:]:
+            yield {"id": document.name, "turns": list(_conversation(pair, mapping, plan, document, config))}
+
     store = PartialResults(partial, identity)
-    records = store.load()
-    bar = tqdm(total=len(documents), initial=len(records), unit="conversation", desc="turns")
-    with bar, torch.inference_mode():
-        for document in documents[len(records) :]:
-            turns = list(_conversation(pair, mapping, plan, document, config))
-            record = {"id": document.name, "turns": turns}
-            store.append(record)
-            records.append(record)
-            bar.update(1)
-    return records
+    return store.finish(len(documents), make, unit="conversation", desc="turns")
 
 
 def summarise_turns(records: list[dict[str, Any]], config: TurnsConfig, resamples: int, seed: int) -> dict[str, Any]:
