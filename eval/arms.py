@@ -216,6 +216,6 @@ def standard_arms(pair: ModelPair, mapping: FormMap, plan: HandoffPlan, prompt_l
         "no_context": nothing_carried_arm(pair, plan),
     }
     if same_shape(pair.source.geometry, pair.target.geometry):
-        raw = FormMap(*(identity_form(kind, pair.target.geometry) for kind in KINDS))
+        raw = FormMap(tuple(identity_form(kind, pair.target.geometry) for kind in KINDS))
         arms["raw_source"] = mapped_arm(pair, raw, plan)
     return arms

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -96,14 +97,16 @@ def r2_heat_map(results: dict[str, Any]) -> str | None:
     grids = {kind: results["reconstruction"].get(f"r2_{kind}") for kind in ("keys", "values")}
     if not all(grids.values()):
         return None
-    layers = len(grids["keys"] or [])
+    layers, heads = len(grids["keys"] or []), max(len(row) for grid in grids.values() for row in grid or [])
     with svg_figure("r2", 5.4, 0.6 + 0.17 * max(layers, 8), columns=2) as (drawn, axes, made):
         image = None
         for panel, (kind, grid) in zip(axes, grids.items(), strict=True):
-            image = panel.imshow(grid, vmin=0, vmax=1, cmap="viridis", aspect="auto", interpolation="nearest")
+            # A layer that no form of the map makes has no row of heads.
+            filled = [row or [math.nan] * heads for row in grid or []]
+            image = panel.imshow(filled, vmin=0, vmax=1, cmap="viridis", aspect="auto", interpolation="nearest")
             panel.set_title(kind, fontsize=10)
             panel.set_xlabel("KV head")
-            panel.set_xticks(range(len(grid[0]) if grid else 0))
+            panel.set_xticks(range(heads))
         axes[0].set_ylabel("target layer")
         if image is not None:
             drawn.colorbar(image, ax=axes, label="held-out R²")
@@ -113,7 +116,7 @@ def r2_heat_map(results: dict[str, Any]) -> str | None:
 def selected_layers(results: dict[str, Any]) -> str | None:
     """Which source layers each target layer reads."""
     chosen = results["selected_layers"].get("keys")
-    if not chosen:
+    if not chosen or not any(chosen):
         return None
     source_layers = results["pair"]["source"]["geometry"]["layers"]
     with svg_figure("layers", 5.4, 0.9 + 0.15 * max(len(chosen), 8)) as (_, (axes,), made):

@@ -162,13 +162,14 @@ def build_results(
     """Assemble `results.json` from what `suite.measure` gave: the records of the documents, and the other parts."""
     records = measured["documents"]
     arms = summarise_arms(records, config)
-    evidence = bridge.evidence
+    chosen = bridge.map()
+    evidence = chosen.evidence
     samples = [{"id": record["id"], **record["sample"]} for record in records if "sample" in record]
     return {
         "schema": SCHEMA,
         "run": run,
         "pair": pair.describe(),
-        "mapper": bridge.mapper,
+        "mapper": chosen.mapper,
         "plan": plan.to_dict(),
         "calibration": bridge.calibration,
         "arms": arms,

@@ -1,51 +1,121 @@
-"""One map made of two executable forms, applied to live states."""
+"""One map made of executable forms, applied to live states."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
 from kvbridge.bridge import Bridge
 from kvbridge.errors import CacheError
-from kvbridge.forms import Form
-from kvbridge.kernels.reference import input_slots, slot_affine
+from kvbridge.forms import KINDS, Form, SharedBasis, SlotAffine, flops_per_token, needed_native_head, require_distinct
+from kvbridge.kernels.reference import basis_rows, expanded_rows, input_slots, rows_of, slot_affine
 from kvbridge.states import ContentStates
+from kvbridge.variables import Span
 
 
 @dataclass(frozen=True, slots=True)
 class FormMap:
-    """The map of a bridge: one form makes the target's keys, one its values.
+    """A map as its forms: each makes other layers or another kind of the target's states.
 
     Attributes:
-        keys: form of the keys.
-        values: form of the values.
+        forms: in any order; what two of them share of a basis is computed once.
+
+    Raises:
+        CacheError: two forms make the same layer.
     """
 
-    keys: Form
-    values: Form
+    forms: tuple[Form, ...]
+
+    def __post_init__(self) -> None:
+        require_distinct(self.forms)
 
     @classmethod
-    def of(cls, bridge: Bridge) -> FormMap:
-        """The map of a bridge."""
-        return cls(bridge.keys, bridge.values)
-
-    def apply(self, states: ContentStates, layers: range) -> ContentStates:
-        """Target content states of the target `layers`, at the positions of `states`.
+    def of(cls, bridge: Bridge, name: str | None = None) -> FormMap:
+        """A map of a bridge: the one called `name`, or the only one.
 
         Raises:
-            CacheError: the forms read slots that the states do not have.
+            UsageError: there is none of that name, or no name was given and there are several.
         """
-        slots = input_slots(states)
-        for form in (self.keys, self.values):
-            needed = int(form.slots.max()) + 1
-            if needed > slots.shape[0] or form.weight.shape[3] != slots.shape[-1]:
-                raise CacheError(
-                    f"the map reads {needed} input slots of width {form.weight.shape[3]}; the source states have "
-                    f"{slots.shape[0]} of width {slots.shape[-1]}. The bridge belongs to another source."
-                )
-        return ContentStates(
-            slot_affine(self.keys, slots, layers), slot_affine(self.values, slots, layers), states.positions
-        )
+        return cls(bridge.map(name).forms)
+
+    def needs_native_head(self) -> int | None:
+        """The highest target layer that the map reads, which a plan must make exact; `None` for the source alone."""
+        return needed_native_head(self.forms)
+
+    def apply(self, source: ContentStates, layers: range, native: ContentStates | None = None) -> ContentStates:
+        """Target content states of the target `layers`, at the positions of `source`.
+
+        Args:
+            source: content states of all layers of the source.
+            layers: the target layers wanted.
+            native: what the target has computed itself at the same positions.
+
+        Returns:
+            The states, with the residual stream at the input of layer `layers.stop` where a form makes it.
+
+        Raises:
+            CacheError: the forms read what the states do not have, or make no states of some layer.
+        """
+        self._require_layers(layers)
+        executing = _Execution(source, layers, native)
+        for form in self.forms:
+            executing.slots(form) if isinstance(form, SlotAffine) else executing.basis(form)
+        keys, values = (torch.stack([executing.made[kind, layer] for layer in layers]) for kind in KINDS)
+        return ContentStates(keys, values, source.positions, executing.residual)
 
     def flops_per_token(self, layers: range) -> int:
-        """Operations that mapping one token into the target `layers` takes."""
-        return self.keys.flops_per_token(layers) + self.values.flops_per_token(layers)
+        """Operations that mapping one token into the target `layers` takes; a basis that forms share counts once."""
+        return flops_per_token(self.forms, layers)
+
+    def _require_layers(self, layers: range) -> None:
+        for kind in KINDS:
+            made = {layer for form in self.forms for s in form.outputs if s.states == kind for layer in s.layers}
+            missing = [str(layer) for layer in layers if layer not in made]
+            if missing:
+                raise CacheError(
+                    f"the map makes no {kind} of target layers {', '.join(missing)}, which the plan maps; give a plan "
+                    "whose native head and tail recompute cover them, or another map."
+                )
+
+
+class _Execution:
+    """One application of forms: what they read, gathered once, and what they have made so far."""
+
+    def __init__(self, source: ContentStates, layers: range, native: ContentStates | None) -> None:
+        self.source, self.layers, self.native = source, layers, native
+        self.made: dict[tuple[str, int], Float[Tensor, "B H T D"]] = {}
+        self.residual: dict[int, Float[Tensor, "B T E"]] = {}
+        self._slots: Float[Tensor, "slots B T D_s"] | None = None
+        self._rows: dict[tuple[Span, ...], Float[Tensor, "B T p"]] = {}
+        self._bases: dict[tuple[int, tuple[Span, ...]], Float[Tensor, "B T R"]] = {}
+
+    def slots(self, form: SlotAffine) -> None:
+        slots = self._slots if self._slots is not None else input_slots(self.source)
+        self._slots = slots
+        needed = int(form.slots.max()) + 1
+        if needed > slots.shape[0] or form.weight.shape[3] != slots.shape[-1]:
+            raise CacheError(
+                f"the map reads {needed} input slots of width {form.weight.shape[3]}; the source states have "
+                f"{slots.shape[0]} of width {slots.shape[-1]}. The bridge belongs to another source."
+            )
+        for layer, states in zip(self.layers, slot_affine(form, slots, self.layers), strict=True):
+            self.made[form.kind, layer] = states
+
+    def basis(self, form: SharedBasis) -> None:
+        if not form.columns(self.layers):
+            return
+        if form.inputs not in self._rows:
+            self._rows[form.inputs] = rows_of(form.inputs, self.source, self.native)
+        basis = id(form.reduce), form.inputs
+        if basis not in self._bases:
+            self._bases[basis] = basis_rows(form, self._rows[form.inputs])
+        for span, rows in expanded_rows(form, self._bases[basis], self.layers).items():
+            if span.states == "residual":
+                self.residual[span.start] = rows
+                continue
+            heads = rows.unflatten(-1, (len(span.layers), form.kv_heads, form.head_dim))  # [B, T, L, H, D]
+            for layer, states in zip(span.layers, heads.permute(2, 0, 3, 1, 4), strict=True):
+                self.made[span.states, layer] = states

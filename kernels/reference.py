@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvbridge.forms import SlotAffine
+from kvbridge.errors import CacheError
+from kvbridge.forms import SharedBasis, SlotAffine
 from kvbridge.states import ContentStates
+from kvbridge.variables import Span
 
 
 def input_slots(states: ContentStates) -> Float[Tensor, "slots B T D_s"]:
@@ -28,3 +32,80 @@ def slot_affine(
             heads.append(torch.einsum("sbtd,sde->bte", inputs, weight) + form.bias[layer, head].float())
         made.append(torch.stack(heads, dim=1))
     return torch.stack(made)
+
+
+def _native_layers(native: ContentStates | None) -> str:
+    if native is None:
+        return "the plan has no native head"
+    return f"the plan's native head makes layers 0 … {native.keys.shape[0] - 1} exact"
+
+
+def _span_rows(span: Span, states: ContentStates | None) -> Float[Tensor, "B T w"]:
+    if span.states in ("residual", "normed_residual"):
+        missing = [layer for layer in span.layers if states is None or layer not in states.residual]
+    else:
+        missing = [layer for layer in span.layers if states is None or layer >= states.keys.shape[0]]
+    if states is None or missing:
+        if span.role == "source":
+            held = 0 if states is None else states.keys.shape[0]
+            raise CacheError(
+                f"the map reads {span}; the source states have {held} layers. The bridge belongs to another source."
+            )
+        raise CacheError(
+            f"the map reads {span} and {_native_layers(states)}; give plan.native_head={span.stop - 1} or more."
+        )
+    if span.states in ("keys", "values"):
+        chosen = getattr(states, span.states)[span.start : span.stop].float()  # [L, B, H, T, D]
+        return chosen.permute(1, 3, 0, 2, 4).flatten(2)
+    streams = [states.residual[layer].float() for layer in span.layers]
+    if span.states == "normed_residual":
+        tiny = torch.finfo(torch.float32).tiny
+        streams = [h * h.square().mean(dim=-1, keepdim=True).clamp_min(tiny).rsqrt() for h in streams]
+    return torch.cat(streams, dim=-1)
+
+
+def rows_of(spans: Sequence[Span], source: ContentStates, native: ContentStates | None) -> Float[Tensor, "B T p"]:
+    """Rows of some spans, one after the other, in fp32.
+
+    Args:
+        spans: what is wanted.
+        source: content states of all layers of the source.
+        native: what the target has computed itself at the same positions: its first layers, and the residual stream at
+            their inputs.
+
+    Raises:
+        CacheError: a span reaches beyond what is there.
+    """
+    return torch.cat([_span_rows(span, source if span.role == "source" else native) for span in spans], dim=-1)
+
+
+def basis_rows(form: SharedBasis, rows: Float[Tensor, "B T p"]) -> Float[Tensor, "B T R"]:
+    """The first half of a shared-basis form: `z = x P`, or `x` itself where there is no `P`.
+
+    Raises:
+        CacheError: the rows are of another width.
+    """
+    if rows.shape[-1] != form.input_width:
+        raise CacheError(
+            f"the map reads {form.input_width} numbers per token from {', '.join(map(str, form.inputs))}; the states "
+            f"have {rows.shape[-1]} there. The bridge belongs to another pair."
+        )
+    return rows.float() if form.reduce is None else rows.float() @ form.reduce.float()
+
+
+def expanded_rows(
+    form: SharedBasis, basis: Float[Tensor, "B T R"], layers: range
+) -> dict[Span, Float[Tensor, "B T w"]]:
+    """The second half: `y = z B + b` of the outputs that belong to the target `layers`."""
+    return {
+        span: basis @ form.expand[:, columns].float() + form.bias[columns].float()
+        for span, columns in form.columns(layers)
+    }
+
+
+def shared_basis(form: SharedBasis, rows: Float[Tensor, "B T p"], layers: range) -> dict[Span, Float[Tensor, "B T w"]]:
+    """Execute a shared-basis form on the rows of its inputs: the rows of its outputs for the target `layers`.
+
+    With them comes the residual stream at the input of layer `layers.stop`, where the form makes it.
+    """
+    return expanded_rows(form, basis_rows(form, rows), layers)

@@ -26,7 +26,7 @@ from kvbridge.errors import ArtifactError
 
 CONFIG, WEIGHTS, SUMS, CARD = "config.json", "model.safetensors", "SHA256SUMS", "README.md"
 SUMMED = (CONFIG, WEIGHTS)
-FORMAT, FORMAT_VERSION = "kvbridge-bridge", 1
+FORMAT, FORMAT_VERSION = "kvbridge-bridge", 2
 SIZE_CAPS = {CONFIG: 64 << 20, WEIGHTS: 64 << 30, SUMS: 4 << 10}
 HEADER_CAP = 16 << 20
 DTYPE_NAMES = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Int
@@ -23,11 +23,13 @@ class ContentStates:
         keys: content keys.
         values: values as cached.
         positions: absolute position of each token.
+        residual: residual stream at the input of some layers, where it is known; `E` is the hidden size.
     """
 
     keys: Float[Tensor, "L B H T D"]
     values: Float[Tensor, "L B H T D"]
     positions: Int[Tensor, "T"]
+    residual: dict[int, Float[Tensor, "B T E"]] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -35,7 +37,17 @@ class ContentStates:
 
     def span(self, start: int, stop: int) -> ContentStates:
         """The tokens with index `start … stop − 1`."""
-        return ContentStates(self.keys[..., start:stop, :], self.values[..., start:stop, :], self.positions[start:stop])
+        return ContentStates(
+            self.keys[..., start:stop, :],
+            self.values[..., start:stop, :],
+            self.positions[start:stop],
+            {layer: stream[:, start:stop] for layer, stream in self.residual.items()},
+        )
+
+    def layers(self, chosen: range) -> ContentStates:
+        """The layers `chosen` of states that hold all layers, with what is known of the residual stream."""
+        part = slice(chosen.start, chosen.stop)
+        return ContentStates(self.keys[part], self.values[part], self.positions, self.residual)
 
 
 def check_tensors(keys: Tensor, values: Tensor, geometry: KVGeometry, batch: int, tokens: int, where: str) -> None:

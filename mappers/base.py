@@ -22,18 +22,17 @@ def own_kind_blocks() -> frozenset[MomentBlock]:
 
 @dataclass(frozen=True, slots=True)
 class FittedMap:
-    """What fitting leaves: two executable forms and the evidence for them.
+    """What fitting leaves: executable forms and the evidence for them.
 
     Attributes:
-        keys: form that makes the target's content keys.
-        values: form that makes its values.
+        forms: which make the target's content keys and values.
         selected_layers: per kind, the source layers that each target layer reads.
-        r2: per kind, held-out R² of each target layer and head; empty without a held-out split.
+        r2: per kind, held-out R² of each target layer and head; a row without heads for a layer that no form makes;
+            empty without a held-out split.
         rows_per_feature: fit rows for every input of one map.
     """
 
-    keys: Form
-    values: Form
+    forms: tuple[Form, ...]
     selected_layers: dict[str, list[list[int]]]
     r2: dict[str, list[list[float]]] = field(default_factory=dict)
     rows_per_feature: float | None = None

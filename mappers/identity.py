@@ -29,7 +29,7 @@ def identity_form(kind: str, geometry: KVGeometry) -> SlotAffine:
         dtype=torch.int32,
     )
     weight = torch.eye(geometry.head_dim).expand(*slots.shape, -1, -1).contiguous()
-    return SlotAffine(slots, weight, torch.zeros(*slots.shape[:2], geometry.head_dim))
+    return SlotAffine(kind, slots, weight, torch.zeros(*slots.shape[:2], geometry.head_dim))
 
 
 @dataclass(frozen=True)
@@ -53,5 +53,5 @@ class Identity:
                 f"the target {target.describe()}."
             )
         selected = [[layer] for layer in range(target.layers)]
-        keys, values = (identity_form(kind, target) for kind in KINDS)
-        return FittedMap(keys, values, dict.fromkeys(KINDS, selected))
+        forms = tuple(identity_form(kind, target) for kind in KINDS)
+        return FittedMap(forms, dict.fromkeys(KINDS, selected))

@@ -48,7 +48,7 @@ class Random:
         held_out = moments.sets["held_out", "rest"]
         r2 = {kind: held_out_r2(forms[kind], kind, held_out, source) for kind in KINDS} if held_out.rows else {}
         selected = [[layer] for layer in chosen]
-        return FittedMap(forms["keys"], forms["values"], dict.fromkeys(KINDS, selected), r2)
+        return FittedMap(tuple(forms.values()), dict.fromkeys(KINDS, selected), r2)
 
     def _form(
         self,
@@ -75,4 +75,4 @@ class Random:
                 made = (flat * (gram @ flat)).sum(dim=0).clamp_min(torch.finfo(torch.float64).tiny)
                 flat *= (spread[layer, head] / made).sqrt()
                 bias[layer, head] = mean[layer, head] - fit.mean[x][columns] @ flat
-        return SlotAffine(slots.int().contiguous(), weight.float(), bias.float())
+        return SlotAffine(kind, slots.int().contiguous(), weight.float(), bias.float())

@@ -101,7 +101,7 @@ class Ridge:
         held_out = moments.sets["held_out", "rest"]
         r2 = {kind: held_out_r2(forms[kind], kind, held_out, source) for kind in KINDS} if held_out.rows else {}
         selected = chosen.tolist()
-        return FittedMap(forms["keys"], forms["values"], dict.fromkeys(KINDS, selected), r2, fit.rows / features)
+        return FittedMap(tuple(forms.values()), dict.fromkeys(KINDS, selected), r2, fit.rows / features)
 
     def _slots(self, kind: str, layers: list[int], head: int, source: KVGeometry, target: KVGeometry) -> list[int]:
         """Input slots of one target head."""
@@ -116,7 +116,7 @@ class Ridge:
             self._fit_layer(kind, fit, layer, chosen[layer].tolist(), source, target) for layer in range(target.layers)
         ]
         slots, weights, biases = (torch.stack(parts) for parts in zip(*made, strict=True))
-        return SlotAffine(slots, weights, biases)
+        return SlotAffine(kind, slots, weights, biases)
 
     def _fit_layer(
         self, kind: str, fit: Moments, layer: int, layers: list[int], source: KVGeometry, target: KVGeometry

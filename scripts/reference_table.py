@@ -103,7 +103,7 @@ def main() -> None:
     sides = pair.source.geometry, pair.target.geometry
     fits = {name: mapper.fit(moments, *sides) for name, mapper in build_mappers(options.k).items()}
     del moments
-    maps = {name: FormMap(fit.keys, fit.values) for name, fit in fits.items()}
+    maps = {name: FormMap(fit.forms) for name, fit in fits.items()}
     corpus = CorpusConfig(options.corpus).open("eval")
     documents = take_documents(
         corpus, pair.tokenizer, documents=options.documents, tokens=options.tokens, prompt=options.prompt

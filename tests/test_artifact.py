@@ -26,6 +26,7 @@ from kvbridge.artifact import CARD, CONFIG, SUMMED, SUMS, WEIGHTS, read_folder, 
 from kvbridge.bridge import Bridge, bridge_bytes
 from kvbridge.cli.describe import print_bridge
 from kvbridge.errors import ArtifactError
+from kvbridge.forms import KINDS
 from kvbridge.pair import ModelPair
 from tiny_bridge import (
     forge,
@@ -108,12 +109,13 @@ def test_what_was_saved_comes_back_to_the_bit(saved: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_weights_are_stored_in_the_dtype_asked_for(dtype: torch.dtype, saved: Path, tmp_path: Path) -> None:
     bridge().save_pretrained(tmp_path / "half", dtype=dtype)
-    loaded = Bridge.from_pretrained(tmp_path / "half").forms()
-    for kind, form in bridge().forms().items():
-        assert torch.equal(loaded[kind].weight, form.weight.to(dtype))
-        assert loaded[kind].weight.dtype == dtype
-        assert torch.equal(loaded[kind].bias, form.bias)
-        assert torch.equal(loaded[kind].slots, form.slots)
+    loaded = Bridge.from_pretrained(tmp_path / "half").map().forms
+    for half, form in zip(loaded, bridge().map().forms, strict=True):
+        stored, given = half.tensors(), form.tensors()
+        assert torch.equal(stored["weight"], given["weight"].to(dtype))
+        assert stored["weight"].dtype == dtype
+        assert torch.equal(stored["bias"], given["bias"])
+        assert torch.equal(stored["slots"], given["slots"])
     assert bridge_bytes(tmp_path / "half") < 0.6 * bridge_bytes(saved)
 
 
@@ -128,6 +130,26 @@ def test_two_saves_are_one_file(saved: Path, tmp_path: Path) -> None:
     assert {name: (tmp_path / "again" / name).read_bytes() for name in (*SUMMED, SUMS, CARD)} == {
         name: (saved / name).read_bytes() for name in (*SUMMED, SUMS, CARD)
     }
+
+
+def save_as_version_1(folder: Path) -> None:
+    """The same bridge as kvbridge wrote it before a bridge could hold several maps."""
+    config, tensors = read_folder(folder)
+    (fit,) = config.pop("maps").values()
+    config |= {name: fit[name] for name in ("mapper", "evidence")} | {"forms": dict.fromkeys(KINDS, "slot_affine")}
+    names = {f"ridge/{at}.": f"{kind}." for at, kind in enumerate(KINDS)}
+    renamed = {names[key[:8]] + key[8:]: tensor for key, tensor in tensors.items()}
+    write_folder(folder, config | {"format_version": 1}, renamed, "")
+
+
+def test_a_folder_of_format_1_is_one_map(folder: Path) -> None:
+    save_as_version_1(folder)
+    header = json.loads((folder / CONFIG).read_text())
+    assert (header["format_version"], header["forms"]["keys"]) == (1, "slot_affine")
+    assert same_bridge(Bridge.from_pretrained(folder, pair=pair()), bridge())
+    forge_config(folder, lambda config: config["forms"].update(values="hologram"))
+    with pytest.raises(ArtifactError, match="form 1 of map ridge is 'hologram'"):
+        Bridge.from_pretrained(folder)
 
 
 def test_a_view_is_saved_as_what_it_shows(tmp_path: Path) -> None:
@@ -147,8 +169,8 @@ def test_the_model_card_names_pair_method_and_evidence(saved: Path) -> None:
     card = (saved / CARD).read_text()
     for fact in ("base_model: [tiny-source, tiny-target]", "ridge (k=2, penalty=0.01)", "4096 rows, fingerprint 0123"):
         assert fact in card
-    r2 = torch.tensor(bridge().evidence["r2"]["keys"]).mean().item()
-    assert f"| held-out R² of keys, values | {r2:.3f}, {r2:.3f} |" in card
+    r2 = torch.tensor(bridge().map().evidence["r2"]["keys"]).mean().item()
+    assert f"held-out R² of keys, values: {r2:.3f}, {r2:.3f} |" in card
     assert all(f"`{pair().identity()[role]}`" in card for role in ("source", "target"))
 
 
@@ -183,7 +205,7 @@ def test_damage_shows_in_the_sums(damage: Callable[[str], Damage], name: str, fo
 
 
 def as_pickle(folder: Path) -> None:
-    torch.save({"keys.weight": torch.zeros(1)}, folder / WEIGHTS)
+    torch.save({"ridge/0.weight": torch.zeros(1)}, folder / WEIGHTS)
     seal(folder)
 
 
@@ -200,7 +222,7 @@ def twice_in_config(data: bytes) -> bytes:
 def twice_in_header(data: bytes) -> bytes:
     header, numbers = split_weights(data)
     text = json.dumps(header)
-    return join_weights((text[:-1] + f', "keys.bias": {json.dumps(header["keys.bias"])}}}').encode(), numbers)
+    return join_weights((text[:-1] + f', "ridge/0.bias": {json.dumps(header["ridge/0.bias"])}}}').encode(), numbers)
 
 
 def spaced_header(data: bytes) -> bytes:
@@ -208,9 +230,14 @@ def spaced_header(data: bytes) -> bytes:
     return join_weights(b" " + json.dumps(header).encode(), numbers)
 
 
+def ridge(config: dict[str, Any]) -> dict[str, Any]:
+    """What a config says of the bridge's only map."""
+    return config["maps"]["ridge"]
+
+
 def not_a_number(data: bytes) -> bytes:
     header, numbers = split_weights(data)
-    start = header["keys.weight"]["data_offsets"][0]
+    start = header["ridge/0.weight"]["data_offsets"][0]
     changed = numbers[:start] + b"\x00\x00\xc0\x7f" + numbers[start + 4 :]
     return join_weights(json.dumps(header).encode(), changed)
 
@@ -274,7 +301,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         r"config\.json holds a JSON list, expected an object",
     ),
     "config-not-finite": (
-        lambda f: forge_config(f, lambda c: c["evidence"].update(rows_per_feature=float("inf"))),
+        lambda f: forge_config(f, lambda c: ridge(c)["evidence"].update(rows_per_feature=float("inf"))),
         r"config\.json is not valid JSON \(Infinity is no JSON number\); the bridge is damaged",
     ),
     "config-key-twice": (
@@ -287,7 +314,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "config-newer": (
         lambda f: forge_config(f, lambda c: c.update(format_version=99)),
-        r"has bridge format 99; this kvbridge reads up to 1\. Upgrade kvbridge\.$",
+        r"has bridge format 99; this kvbridge reads up to 2\. Upgrade kvbridge\.$",
     ),
     "config-version-zero": (
         lambda f: forge_config(f, lambda c: c.update(format_version=True)),
@@ -298,12 +325,12 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         r"config\.json has no table of tensors",
     ),
     "config-lacks-a-key": (
-        lambda f: forge_config(f, lambda c: c.pop("mapper")),
-        r"config\.json lacks .*'mapper'; the bridge is damaged",
+        lambda f: forge_config(f, lambda c: ridge(c).pop("mapper")),
+        r"config\.json\S* lacks .*'mapper'; the bridge is damaged",
     ),
     "config-unknown-form": (
-        lambda f: forge_config(f, lambda c: c["forms"].update(keys="hologram")),
-        r"keys form is 'hologram', expected one of slot_affine\. Upgrade kvbridge",
+        lambda f: forge_config(f, lambda c: ridge(c)["forms"][0].update(form="hologram")),
+        r"form 0 of map ridge is 'hologram', expected one of slot_affine, shared_basis\. Upgrade kvbridge",
     ),
     "weights-pickle": (
         as_pickle,
@@ -323,10 +350,10 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "header-key-twice": (
         lambda f: forge(f, WEIGHTS, twice_in_header),
-        r"the header of \S+model\.safetensors is refused: the key 'keys\.bias' stands twice",
+        r"the header of \S+model\.safetensors is refused: the key 'ridge/0\.bias' stands twice",
     ),
     "tensor-missing": (
-        lambda f: forge_config(f, lambda c: c["tensors"].update(more=c["tensors"]["keys.bias"])),
+        lambda f: forge_config(f, lambda c: c["tensors"].update(more=c["tensors"]["ridge/0.bias"])),
         r"model\.safetensors lacks tensor 'more', compared with config\.json",
     ),
     "tensor-undeclared": (
@@ -338,16 +365,16 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         r"model\.safetensors has the undeclared tensor '\.\./\.\./x'",
     ),
     "tensor-shape": (
-        lambda f: forge_header(f, lambda h: h["keys.bias"].update(shape=[4, 128])),
-        r"tensor 'keys\.bias' is .*'shape': \[4, 128\].*, config\.json says .*'shape': \[4, 4, 32\]",
+        lambda f: forge_header(f, lambda h: h["ridge/0.bias"].update(shape=[4, 128])),
+        r"tensor 'ridge/0\.bias' is .*'shape': \[4, 128\].*, config\.json says .*'shape': \[4, 4, 32\]",
     ),
     "tensor-dtype": (
-        lambda f: forge_header(f, lambda h: h["keys.weight"].update(dtype="I32")),
-        r"tensor 'keys\.weight' is .*'dtype': 'I32'.*, config\.json says .*'dtype': 'F32'",
+        lambda f: forge_header(f, lambda h: h["ridge/0.weight"].update(dtype="I32")),
+        r"tensor 'ridge/0\.weight' is .*'dtype': 'I32'.*, config\.json says .*'dtype': 'F32'",
     ),
     "tensor-nan": (
         lambda f: forge(f, WEIGHTS, not_a_number),
-        r"tensor 'keys\.weight' holds NaN or infinite numbers; the bridge must not be used",
+        r"tensor 'ridge/0\.weight' holds NaN or infinite numbers; the bridge must not be used",
     ),
 }
 
@@ -423,29 +450,31 @@ def consistent_lie(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> 
 
 
 LIES: dict[str, Callable[[dict[str, Tensor]], Any]] = {
-    "no-bias": lambda t: t.pop("keys.bias"),
-    "no-values": lambda t: [t.pop(f"values.{name}") for name in ("slots", "weight", "bias")],
-    "unknown-part": lambda t: t.update({"keys.scale": torch.ones(1)}),
-    "unknown-kind": lambda t: t.update({"queries.weight": torch.ones(1)}),
+    "no-bias": lambda t: t.pop("ridge/0.bias"),
+    "no-values": lambda t: [t.pop(f"ridge/1.{name}") for name in ("slots", "weight", "bias")],
+    "unknown-part": lambda t: t.update({"ridge/0.scale": torch.ones(1)}),
+    "unknown-kind": lambda t: t.update({"ridge/2.weight": torch.ones(1)}),
     "outside-the-folder": lambda t: t.update({"../../x": torch.ones(1)}),
-    "fractional-slots": lambda t: t.update({"keys.slots": t["keys.slots"].float()}),
-    "whole-weights": lambda t: t.update({"keys.weight": t["keys.weight"].to(torch.int8)}),
-    "whole-bias": lambda t: t.update({"keys.bias": t["keys.bias"].to(torch.int32)}),
-    "flat-weights": lambda t: t.update({"keys.weight": t["keys.weight"].flatten(3)}),
-    "no-slots": lambda t: t.update({"keys.slots": t["keys.slots"][..., :0], "keys.weight": t["keys.weight"][:, :, :0]}),
-    "fewer-layers": lambda t: t.update({name: t[name][:3] for name in t if name.startswith("keys")}),
-    "fewer-heads": lambda t: t.update({name: t[name][:, :3] for name in t if name.startswith("values")}),
-    "narrower-source": lambda t: t.update({"keys.weight": t["keys.weight"][:, :, :, :8]}),
-    "wider-bias": lambda t: t.update({"keys.bias": torch.ones(4, 4, 33)}),
-    "slot-out-of-range": lambda t: t["values.slots"].view(-1)[3].fill_(12),
-    "negative-slot": lambda t: t["values.slots"].view(-1)[3].fill_(-1),
+    "fractional-slots": lambda t: t.update({"ridge/0.slots": t["ridge/0.slots"].float()}),
+    "whole-weights": lambda t: t.update({"ridge/0.weight": t["ridge/0.weight"].to(torch.int8)}),
+    "whole-bias": lambda t: t.update({"ridge/0.bias": t["ridge/0.bias"].to(torch.int32)}),
+    "flat-weights": lambda t: t.update({"ridge/0.weight": t["ridge/0.weight"].flatten(3)}),
+    "no-slots": lambda t: t.update(
+        {"ridge/0.slots": t["ridge/0.slots"][..., :0], "ridge/0.weight": t["ridge/0.weight"][:, :, :0]}
+    ),
+    "fewer-layers": lambda t: t.update({name: t[name][:3] for name in t if name.startswith("ridge/0")}),
+    "fewer-heads": lambda t: t.update({name: t[name][:, :3] for name in t if name.startswith("ridge/1")}),
+    "narrower-source": lambda t: t.update({"ridge/0.weight": t["ridge/0.weight"][:, :, :, :8]}),
+    "wider-bias": lambda t: t.update({"ridge/0.bias": torch.ones(4, 4, 33)}),
+    "slot-out-of-range": lambda t: t["ridge/1.slots"].view(-1)[3].fill_(12),
+    "negative-slot": lambda t: t["ridge/1.slots"].view(-1)[3].fill_(-1),
 }
 
 
 @pytest.mark.parametrize("lie", LIES)
 def test_refuses_tensors_that_make_no_map_of_this_pair(lie: str, folder: Path) -> None:
     consistent_lie(folder, LIES[lie])
-    with pytest.raises(ArtifactError, match=r"\A[^\n]*(keys|values|tensor)[^\n]*\Z"):
+    with pytest.raises(ArtifactError, match=r"\A[^\n]*(form|keys|values|tensor)[^\n]*\Z"):
         Bridge.from_pretrained(folder)
 
 
@@ -545,11 +574,12 @@ def test_a_config_of_another_structure_is_refused_or_useable(data: st.DataObject
     forge_config(restore(scratch, saved), change)
     loaded = load_or_refuse(scratch)
     if loaded is not None:
-        assert all(
-            torch.equal(mine, expected)
-            for kind, form in bridge().forms().items()
-            for mine, expected in zip(loaded.forms()[kind].tensors().values(), form.tensors().values(), strict=True)
-        )
+        for name, each in loaded.maps.items():
+            assert all(
+                torch.equal(mine, expected)
+                for got, form in zip(each.forms, bridge().maps[name].forms, strict=True)
+                for mine, expected in zip(got.tensors().values(), form.tensors().values(), strict=True)
+            )
         assert len(loaded.fingerprint()) == 16
         with redirect_stdout(StringIO()):
             print_bridge(loaded, "here")
@@ -650,9 +680,9 @@ def test_a_file_is_never_overwritten(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_are_not_saved(value: float, tmp_path: Path) -> None:
     spoilt = random_bridge(pair())
-    spoilt.values.weight[1, 2, 0, 3, 4] = value
+    spoilt.map().forms[1].tensors()["weight"][1, 2, 0, 3, 4] = value
     with pytest.raises(
-        ArtifactError, match=r"^tensor 'values\.weight' holds NaN or infinite numbers; such a bridge is not"
+        ArtifactError, match=r"^tensor 'ridge/1\.weight' holds NaN or infinite numbers; such a bridge is not"
     ):
         spoilt.save_pretrained(tmp_path / "bridge")
     assert list(tmp_path.iterdir()) == []
@@ -660,8 +690,8 @@ def test_weights_that_are_not_finite_are_not_saved(value: float, tmp_path: Path)
 
 def test_weights_too_large_for_the_stored_dtype_are_not_saved(tmp_path: Path) -> None:
     spoilt = random_bridge(pair())
-    spoilt.values.weight[1, 2, 0, 3, 4] = 1e6
-    with pytest.raises(ArtifactError, match=r"'values\.weight' holds NaN or infinite numbers"):
+    spoilt.map().forms[1].tensors()["weight"][1, 2, 0, 3, 4] = 1e6
+    with pytest.raises(ArtifactError, match=r"'ridge/1\.weight' holds NaN or infinite numbers"):
         spoilt.save_pretrained(tmp_path / "bridge", dtype=torch.float16)
 
 

@@ -245,9 +245,9 @@ class Recorder:
     def __init__(self) -> None:
         self.asked: list[tuple[list[int], range]] = []
 
-    def apply(self, states: ContentStates, layers: range) -> ContentStates:
-        self.asked.append((states.positions.tolist(), layers))
-        return replace(states, keys=states.keys[layers.start :], values=states.values[layers.start :])
+    def apply(self, source: ContentStates, layers: range, native: ContentStates | None = None) -> ContentStates:
+        self.asked.append((source.positions.tolist(), layers))
+        return source.layers(layers)
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)

@@ -16,10 +16,11 @@ import kvbridge
 from kvbridge.artifact import CARD, CONFIG, SUMS, WEIGHTS
 from kvbridge.bridge import Bridge
 from kvbridge.errors import ArtifactError, PairMismatchError
-from kvbridge.forms import KINDS
+from kvbridge.forms import KINDS, SlotAffine
+from kvbridge.layout import BridgeMap
 from kvbridge.model import KVModel
 from kvbridge.pair import ModelPair
-from tiny_bridge import random_bridge, same_bridge
+from tiny_bridge import random_bridge, same_bridge, with_form
 from tiny_models import YARN, tiny_model
 from tiny_pair import byte_tokenizer, tiny_pair
 
@@ -97,29 +98,36 @@ def test_refuses_another_pair_when_asked_later() -> None:
 
 
 @pytest.mark.parametrize("name", ["slots", "weight", "bias"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("at", [0, -1], ids=["first", "last"])
-def test_the_fingerprint_follows_every_number(kind: str, name: str, at: int) -> None:
-    form = bridge().forms()[kind]
+@pytest.mark.parametrize("at", range(2), ids=KINDS)
+@pytest.mark.parametrize("place", [0, -1], ids=["first", "last"])
+def test_the_fingerprint_follows_every_number(at: int, name: str, place: int) -> None:
+    form = bridge().map().forms[at]
     changed = form.tensors()[name].clone()
-    changed.view(-1)[at] += 1
-    assert replace(bridge(), **{kind: replace(form, **{name: changed})}).fingerprint() != bridge().fingerprint()
+    changed.view(-1)[place] += 1
+    assert with_form(bridge(), at, replace(form, **{name: changed})).fingerprint() != bridge().fingerprint()
 
 
-def test_the_fingerprint_follows_the_pair_and_the_kinds() -> None:
+def test_the_fingerprint_follows_the_pair_the_kinds_and_the_names() -> None:
+    keys, values = bridge().map().forms
+    assert isinstance(keys, SlotAffine)
+    assert isinstance(values, SlotAffine)
+    swapped = replace(bridge().map(), forms=(replace(keys, kind="values"), replace(values, kind="keys")))
     others = [
         replace(bridge(), identity=other_tokenizer().identity()),
-        replace(bridge(), keys=bridge().values, values=bridge().keys),
+        replace(bridge(), maps={"ridge": swapped}),
+        replace(bridge(), maps={"other": bridge().map()}),
     ]
-    assert len({made.fingerprint() for made in [bridge(), *others]}) == 3
+    assert len({made.fingerprint() for made in [bridge(), *others]}) == 4
 
 
 def test_the_fingerprint_leaves_evidence_and_storage_out() -> None:
-    strided = {
-        kind: replace(form, weight=form.weight.transpose(-1, -2).contiguous().transpose(-1, -2))
-        for kind, form in bridge().forms().items()
-    }
-    assert replace(bridge(), evidence={}, calibration={}, **strided).fingerprint() == bridge().fingerprint()
+    strided = tuple(
+        replace(form, weight=form.weight.transpose(-1, -2).contiguous().transpose(-1, -2))
+        for form in bridge().map().forms
+        if isinstance(form, SlotAffine)
+    )
+    other = replace(bridge(), maps={"ridge": BridgeMap(strided, {"name": "other"})}, calibration={})
+    assert other.fingerprint() == bridge().fingerprint()
     assert len(bridge().fingerprint()) == 16
 
 
@@ -131,9 +139,10 @@ def test_counts_its_parameters() -> None:
 
 
 def test_a_bridge_without_evidence_has_a_card(tmp_path: Path) -> None:
-    replace(bridge(), evidence={}, calibration={}).save_pretrained(tmp_path / "bridge")
+    bare = {"ridge": replace(bridge().map(), evidence={})}
+    replace(bridge(), maps=bare, calibration={}).save_pretrained(tmp_path / "bridge")
     card = (tmp_path / "bridge" / CARD).read_text()
-    assert "| held-out R² of keys, values | not measured |" in card
+    assert "| map ridge | ridge (k=2, penalty=0.01); held-out R² of keys, values: not measured |" in card
     assert "| calibration | no rows, fingerprint None |" in card
 
 
@@ -177,8 +186,8 @@ def test_is_pushed_in_public_to_a_revision_when_asked(hub: list[tuple[str, dict[
 
 def test_a_bridge_that_is_not_finite_is_not_pushed(hub: list[tuple[str, dict[str, Any]]]) -> None:
     spoilt = random_bridge(pair())
-    spoilt.keys.bias[0, 0, 0] = float("nan")
-    with pytest.raises(ArtifactError, match=r"'keys\.bias' holds NaN"):
+    spoilt.map().forms[0].bias.view(-1)[0] = float("nan")
+    with pytest.raises(ArtifactError, match=r"'ridge/0\.bias' holds NaN"):
         spoilt.push_to_hub("me/bridge")
     assert hub == []
 

@@ -52,7 +52,7 @@ def twins(pair: ModelPair) -> ModelPair:
 
 
 def copying(pair: ModelPair) -> FormMap:
-    return FormMap(*(identity_form(kind, pair.target.geometry) for kind in KINDS))
+    return FormMap(tuple(identity_form(kind, pair.target.geometry) for kind in KINDS))
 
 
 @pytest.fixture(scope="module")

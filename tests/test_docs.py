@@ -80,8 +80,8 @@ def test_the_example_mapper_fits(places: tuple[ModelPair, dict[str, str]], monke
     assert dataclasses.is_dataclass(mapper)
     fitted = mapper.fit(moments, pair.source.geometry, pair.target.geometry)
     expected = moments.sets["fit", "rest"].mean["target.keys"].float()
-    assert torch.equal(fitted.keys.bias.flatten(), expected)
-    assert not fitted.keys.weight.any()
+    assert torch.equal(fitted.forms[0].bias.flatten(), expected)
+    assert not fitted.forms[0].weight.any()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

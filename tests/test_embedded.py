@@ -190,7 +190,7 @@ def scores(pair: ModelPair, tmp_path_factory: pytest.TempPathFactory) -> dict[st
         assert moments is not None
         for name, mapper in mappers.items():
             fitted = mapper.fit(moments, pair.source.geometry, pair.target.geometry)
-            maps[name] = FormMap(fitted.keys, fitted.values)
+            maps[name] = FormMap(fitted.forms)
     arms = {name: mapped_arm(pair, mapping, plan) for name, mapping in maps.items()}
     arms |= {
         "other_document": other_document_arm(pair, maps["mapped"], plan),

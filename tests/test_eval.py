@@ -27,6 +27,7 @@ from kvbridge.eval.results import by_position, measure_cost, summarise_arms
 from kvbridge.flops import ModelCost, handoff_flops
 from kvbridge.forms import KINDS
 from kvbridge.kernels import FormMap
+from kvbridge.layout import BridgeMap
 from kvbridge.mappers import FittedMap, Ridge
 from kvbridge.mappers.identity import identity_form
 from kvbridge.metrics import fidelity
@@ -55,7 +56,7 @@ class Bench:
 
     @property
     def mapping(self) -> FormMap:
-        return FormMap(self.fitted.keys, self.fitted.values)
+        return FormMap(self.fitted.forms)
 
     def arms(self) -> dict[str, Arm]:
         return standard_arms(self.pair, self.mapping, PLAN, PROMPT)
@@ -372,8 +373,8 @@ def test_vocabularies_may_be_padded_to_different_sizes(bench: Bench, tmp_path: P
 
 def test_the_raw_source_cache_is_an_arm_where_shapes_are_equal(bench: Bench, tmp_path: Path) -> None:
     same = dataclasses.replace(bench.pair, target=bench.pair.source)
-    keys, values = (identity_form(kind, same.target.geometry) for kind in KINDS)
-    arms = standard_arms(same, FormMap(keys, values), PLAN, PROMPT)
+    exact = FormMap(tuple(identity_form(kind, same.target.geometry) for kind in KINDS))
+    arms = standard_arms(same, exact, PLAN, PROMPT)
     assert "raw_source" not in bench.arms()
     found = evaluate(same, arms, bench.documents, CONFIG, partial=tmp_path / "p.jsonl", identity=IDENTITY)
     assert max(abs(record[arm]["kl"]) for record in found for arm in ("raw_source", "mapped")) < 1e-6
@@ -401,10 +402,8 @@ def test_by_position_averages_over_the_documents_that_reach_it() -> None:
 
 def test_results_hold_every_record_and_are_json(bench: Bench, records: list[Record]) -> None:
     pair = bench.pair
-    bridge = Bridge(
-        bench.fitted.keys, bench.fitted.values, pair.identity(), pair.describe(), {"name": "ridge"}, {"rows": 3072},
-        bench.fitted.evidence(),
-    )  # fmt: skip
+    fit = BridgeMap(bench.fitted.forms, {"name": "ridge"}, bench.fitted.evidence())
+    bridge = Bridge({"ridge": fit}, pair.identity(), pair.describe(), {"rows": 3072})
     results = build_results(pair, bridge, bench.mapping, PLAN, CONFIG, {"documents": records}, {"settings": {}})
     assert json.loads(json.dumps(results, allow_nan=False)) == results
     assert [document["id"] for document in results["documents"]] == ["d0", "d1", "d2", "d3"]

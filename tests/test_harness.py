@@ -43,7 +43,7 @@ def twins() -> ModelPair:
 
 
 def identity_map(pair: ModelPair) -> Map:
-    return FormMap(*(identity_form(kind, pair.target.geometry) for kind in KINDS))
+    return FormMap(tuple(identity_form(kind, pair.target.geometry) for kind in KINDS))
 
 
 def random_map(pair: ModelPair) -> FormMap:

@@ -17,6 +17,7 @@ from kvbridge.forms import KINDS, SlotAffine, input_slot
 from kvbridge.kernels import FormMap
 from kvbridge.kernels.reference import input_slots, slot_affine
 from kvbridge.states import ContentStates
+from kvbridge.variables import Span
 from tiny_models import relative_error
 
 # Implementations that must agree with the loop.
@@ -53,7 +54,9 @@ def make_states(shape: Shape, tokens: int, dtype: torch.dtype = torch.float32) -
     return ContentStates(keys, values, torch.arange(7, 7 + tokens))
 
 
-def make_form(shape: Shape, k: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> SlotAffine:
+def make_form(
+    shape: Shape, k: int, dtype: torch.dtype = torch.float32, seed: int = 0, kind: str = "keys"
+) -> SlotAffine:
     """A form whose every output head reads k · H_s slots of its own, keys and values mixed, in no order."""
     heads, width, target_heads, target_width = shape
     chooser = random.Random(seed)
@@ -61,7 +64,7 @@ def make_form(shape: Shape, k: int, dtype: torch.dtype = torch.float32, seed: in
     slots = [[chooser.sample(every, k * heads) for _ in range(target_heads)] for _ in range(TARGET_LAYERS)]
     table = torch.tensor(slots, dtype=torch.int32)
     weight = torch.randn(*table.shape, width, target_width) / (k * heads * width) ** 0.5
-    return SlotAffine(table, weight.to(dtype), torch.randn(TARGET_LAYERS, target_heads, target_width))
+    return SlotAffine(kind, table, weight.to(dtype), torch.randn(TARGET_LAYERS, target_heads, target_width))
 
 
 def loop(form: SlotAffine, states: ContentStates, layers: range) -> Tensor:
@@ -154,15 +157,16 @@ def test_a_slot_is_the_head_that_its_number_names() -> None:
 
 
 def make_map(shape: Shape = SHAPES["wider-target"], k: int = 2) -> FormMap:
-    return FormMap(make_form(shape, k, seed=1), make_form(shape, k, seed=2))
+    return FormMap(tuple(make_form(shape, k, seed=seed, kind=kind) for seed, kind in enumerate(KINDS, start=1)))
 
 
 @pytest.mark.parametrize("layers", [range(TARGET_LAYERS), range(1, TARGET_LAYERS)], ids=str)
 def test_a_map_makes_keys_and_values_at_the_positions_given(layers: range) -> None:
     mapping, states = make_map(), make_states(SHAPES["wider-target"], 7)
     made = mapping.apply(states, layers)
-    for kind in KINDS:
-        assert relative_error(getattr(made, kind), loop(getattr(mapping, kind), states, layers)) < 1e-6
+    for form in mapping.forms:
+        assert isinstance(form, SlotAffine)
+        assert relative_error(getattr(made, form.kind), loop(form, states, layers)) < 1e-6
     assert torch.equal(made.positions, states.positions)
 
 
@@ -180,11 +184,11 @@ def test_a_map_counts_two_operations_for_each_weight() -> None:
 @pytest.mark.parametrize("foreign", KINDS)
 def test_a_map_refuses_another_source(other: Shape, found: str, foreign: str) -> None:
     mapping, states = make_map(k=8), make_states(other, 7)
-    fitting = make_form(other, 1)
-    one_foreign = FormMap(**{kind: getattr(mapping, kind) if kind == foreign else fitting for kind in KINDS})
+    (large,) = (form for form in mapping.forms if isinstance(form, SlotAffine) and form.kind == foreign)
+    one_foreign = FormMap((large, *(make_form(other, 1, kind=kind) for kind in KINDS if kind != foreign)))
     with pytest.raises(CacheError) as caught:
         one_foreign.apply(states, range(TARGET_LAYERS))
-    needed = int(getattr(mapping, foreign).slots.max()) + 1
+    needed = int(large.slots.max()) + 1
     assert str(caught.value) == (
         f"the map reads {needed} input slots of width 16; the source states have {found}. "
         "The bridge belongs to another source."
@@ -206,11 +210,12 @@ def test_a_map_refuses_another_source(other: Shape, found: str, foreign: str) ->
         ({"slots": torch.zeros(3, 3, 4)}, r"slots torch\.float32\[3, 3, 4\]"),
         ({"weight": torch.zeros(3, 3, 4, 16 * 24)}, r"weight torch\.float32\[3, 3, 4, 384\]"),
         ({"bias": torch.zeros(3, 3, 24, dtype=torch.int32)}, r"bias torch\.int32\[3, 3, 24\]"),
+        ({"kind": "queries"}, r"makes 'queries', expected one of keys, values"),
     ],
-    ids=["slots", "bias", "negative", "fractional-slots", "flat-weight", "whole-bias"],
+    ids=["slots", "bias", "negative", "fractional-slots", "flat-weight", "whole-bias", "kind"],
 )
 def test_a_form_refuses_parts_that_do_not_fit(
-    changes: dict[str, Tensor], sentence: str, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     form = make_form(SHAPES["wider-target"], 2)
     # The shape checker of the test run would be first; the form's own check is what users meet.
@@ -222,6 +227,7 @@ def test_a_form_refuses_parts_that_do_not_fit(
 def test_a_form_keeps_its_bias_in_fp32() -> None:
     form = make_form(SHAPES["equal"], 1)
     half = form.to(dtype=torch.bfloat16)
+    assert half.outputs == form.outputs == (Span("target.keys", 0, TARGET_LAYERS),)
     assert (half.weight.dtype, half.bias.dtype, half.slots.dtype) == (torch.bfloat16, torch.float32, torch.int32)
     assert torch.equal(half.slots, form.slots)
     assert form.layers == TARGET_LAYERS

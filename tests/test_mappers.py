@@ -30,6 +30,7 @@ from kvbridge.errors import CalibrationError, UsageError
 from kvbridge.forms import KINDS, SlotAffine, input_slot
 from kvbridge.geometry import KVGeometry
 from kvbridge.kernels import FormMap
+from kvbridge.layout import BridgeMap
 from kvbridge.mappers import FittedMap, Identity, Mapper, Random, Ridge, available
 from kvbridge.mappers.regression import explained_squares, held_out_r2, ridge_solve
 from kvbridge.mappers.ridge import rank_layers
@@ -69,6 +70,11 @@ class Calibrated:
 
     def fit(self, mapper: Mapper) -> FittedMap:
         return mapper.fit(self.moments_for(mapper), self.pair.source.geometry, self.pair.target.geometry)
+
+
+def slot_forms(fitted: FittedMap) -> dict[str, SlotAffine]:
+    """The forms of a map that makes keys with one form and values with another."""
+    return {form.kind: form for form in fitted.forms if isinstance(form, SlotAffine)}
 
 
 def calibrate_pair(pair: ModelPair, folder: Path) -> Calibrated:
@@ -138,7 +144,7 @@ def test_forms_have_the_targets_shape(mapper: Mapper, calibrated: Calibrated) ->
     source, target = calibrated.pair.source.geometry, calibrated.pair.target.geometry
     fitted = calibrated.fit(mapper)
     slots = len(KINDS) * source.layers * source.kv_heads
-    for kind, form in (("keys", fitted.keys), ("values", fitted.values)):
+    for kind, form in slot_forms(fitted).items():
         assert form.slots.shape[:2] == (target.layers, target.kv_heads)
         assert form.weight.shape == (*form.slots.shape, source.head_dim, target.head_dim)
         assert form.bias.shape == (target.layers, target.kv_heads, target.head_dim)
@@ -152,7 +158,7 @@ def test_forms_have_the_targets_shape(mapper: Mapper, calibrated: Calibrated) ->
 def test_maps_live_states_of_some_layers(mapper: Mapper, calibrated: Calibrated) -> None:
     fitted, target = calibrated.fit(mapper), calibrated.pair.target.geometry
     states = calibrated.source
-    mapped = FormMap(fitted.keys, fitted.values).apply(states, range(1, target.layers))
+    mapped = FormMap(fitted.forms).apply(states, range(1, target.layers))
     shape = (target.layers - 1, states.keys.shape[1], target.kv_heads, states.tokens, target.head_dim)
     assert mapped.keys.shape == mapped.values.shape == shape
     assert torch.isfinite(mapped.keys).all()
@@ -162,7 +168,7 @@ def test_maps_live_states_of_some_layers(mapper: Mapper, calibrated: Calibrated)
 
 def test_its_evidence_is_what_its_forms_do_on_held_out_rows(mapper: Mapper, calibrated: Calibrated) -> None:
     fitted, target = calibrated.fit(mapper), calibrated.pair.target.geometry
-    mapped = FormMap(fitted.keys, fitted.values).apply(calibrated.source, range(target.layers))
+    mapped = FormMap(fitted.forms).apply(calibrated.source, range(target.layers))
     for kind, grid in fitted.r2.items():
         found, wanted = (
             getattr(states, kind).permute(0, 2, 1, 3, 4).flatten(2, 3).double().numpy()
@@ -179,7 +185,7 @@ def test_its_evidence_is_what_its_forms_do_on_held_out_rows(mapper: Mapper, cali
 def test_fitting_is_deterministic_and_leaves_the_moments_alone(mapper: Mapper, calibrated: Calibrated) -> None:
     before = {at: moments.clone().tensors() for at, moments in calibrated.moments.sets.items()}
     first, again = calibrated.fit(mapper), calibrated.fit(mapper)
-    for form, other in ((first.keys, again.keys), (first.values, again.values)):
+    for form, other in zip(first.forms, again.forms, strict=True):
         assert all(torch.equal(tensor, other.tensors()[name]) for name, tensor in form.tensors().items())
     assert first.evidence() == again.evidence()
     for at, tensors in before.items():
@@ -189,15 +195,14 @@ def test_fitting_is_deterministic_and_leaves_the_moments_alone(mapper: Mapper, c
 def test_a_saved_bridge_maps_alike(mapper: Mapper, calibrated: Calibrated, tmp_path: Path) -> None:
     fitted, pair = calibrated.fit(mapper), calibrated.pair
     description = {"name": mapper.name} | dataclasses.asdict(mapper)  # pyright: ignore[reportArgumentType]
-    bridge = Bridge(
-        fitted.keys, fitted.values, pair.identity(), pair.describe(), description, evidence=fitted.evidence()
-    )
+    fit = BridgeMap(fitted.forms, description, fitted.evidence())
+    bridge = Bridge({mapper.name: fit}, pair.identity(), pair.describe())
     bridge.save_pretrained(tmp_path / "bridge")
     loaded = Bridge.from_pretrained(tmp_path / "bridge", pair=pair)
     assert loaded.fingerprint() == bridge.fingerprint()
-    assert loaded.evidence == json.loads(json.dumps(fitted.evidence()))
+    assert loaded.map().evidence == json.loads(json.dumps(fitted.evidence()))
     layers = range(pair.target.geometry.layers)
-    mapped = [FormMap(at.keys, at.values).apply(calibrated.source, layers) for at in (bridge, loaded)]
+    mapped = [FormMap.of(at).apply(calibrated.source, layers) for at in (bridge, loaded)]
     assert torch.equal(mapped[0].keys, mapped[1].keys)
     assert torch.equal(mapped[0].values, mapped[1].values)
 
@@ -206,7 +211,7 @@ def test_its_map_hands_off(mapper: Mapper, calibrated: Calibrated) -> None:
     pair, fitted = calibrated.pair, calibrated.fit(mapper)
     prompt = pair.tokenizer("amber basil cedar delta ember fjord", return_tensors="pt")["input_ids"]
     states = pair.source.content(pair.source.read(prompt))
-    handoff = hand_off(pair.target, HandoffPlan(4, 0, 4), FormMap(fitted.keys, fitted.values), states, prompt)
+    handoff = hand_off(pair.target, HandoffPlan(4, 0, 4), FormMap(fitted.forms), states, prompt)
     assert torch.isfinite(handoff.logits).all()
     assert handoff.cache.get_seq_length() == prompt.shape[1]
 
@@ -216,7 +221,7 @@ def test_identity_between_equal_models_is_native(equal: Calibrated) -> None:
     prompt = equal.pair.tokenizer("amber basil cedar delta ember fjord", return_tensors="pt")["input_ids"]
     cache, native = model.prefill(prompt)
     states = model.content(cache)
-    mapping = FormMap(fitted.keys, fitted.values)
+    mapping = FormMap(fitted.forms)
     handoff = hand_off(model, HandoffPlan(0, None, 1), mapping, states, prompt)
     torch.testing.assert_close(handoff.logits, native[:, -1], rtol=0, atol=1e-4)
     mapped = mapping.apply(states, range(model.geometry.layers))
@@ -339,7 +344,7 @@ def test_fitted_forms_are_scikit_learns(scale: str, penalty: float, heads: str, 
     used = parts["fit", "rest"]
     if first_positions == "included":
         used = {name: np.concatenate((parts["fit", "first"][name], rows)) for name, rows in used.items()}
-    for kind, form in (("keys", fitted.keys), ("values", fitted.values)):
+    for kind, form in slot_forms(fitted).items():
         for layer, layers in enumerate(fitted.selected_layers[kind]):
             for head in range(LARGE.kv_heads):
                 read = [0, 1] if heads == "all" else [[0, 0, 1][head]]
@@ -358,7 +363,7 @@ def test_matched_heads_read_the_head_of_their_place_only(source_heads: int, read
     source, target = geometry(3, source_heads, 4), geometry(2, len(reads), 4)
     mapper = Ridge(k=2, heads="matched")
     fitted = mapper.fit(moments_of({("fit", "rest"): make_rows(100, source, target)}, mapper.blocks()), source, target)
-    for kind, form in (("keys", fitted.keys), ("values", fitted.values)):
+    for kind, form in slot_forms(fitted).items():
         for layer, layers in enumerate(fitted.selected_layers[kind]):
             expected = [[input_slot(kind, at, head, 3, source_heads) for at in layers] for head in reads]
             assert form.slots[layer].tolist() == expected
@@ -368,8 +373,8 @@ def test_keys_are_read_from_keys_and_values_from_values() -> None:
     mapper = Ridge(k=3)
     fitted = mapper.fit(moments_of({("fit", "rest"): make_rows(100)}, mapper.blocks()), SMALL, LARGE)
     half = SMALL.layers * SMALL.kv_heads
-    assert fitted.keys.slots[0, 0].tolist() == list(range(half))
-    assert fitted.values.slots[0, 0].tolist() == list(range(half, 2 * half))
+    assert slot_forms(fitted)["keys"].slots[0, 0].tolist() == list(range(half))
+    assert slot_forms(fitted)["values"].slots[0, 0].tolist() == list(range(half, 2 * half))
 
 
 @pytest.mark.parametrize("heads", ["all", "matched"])
@@ -381,7 +386,7 @@ def test_held_out_r2_is_scikit_learns(heads: str) -> None:
     fitted = mapper.fit(
         moments_of({("fit", "rest"): make_rows(100), ("held_out", "rest"): held_out}, mapper.blocks()), SMALL, LARGE
     )
-    for kind, form in (("keys", fitted.keys), ("values", fitted.values)):
+    for kind, form in slot_forms(fitted).items():
         for layer, layers in enumerate(fitted.selected_layers[kind]):
             for head in range(LARGE.kv_heads):
                 read = [0, 1] if heads == "all" else [[0, 0, 1][head]]
@@ -402,7 +407,7 @@ def test_a_useless_map_has_a_negative_r2() -> None:
     rows = make_rows(60)
     moments = moments_of({("fit", "rest"): rows}, Ridge().blocks()).sets["fit", "rest"]
     slots = torch.zeros(LARGE.layers, LARGE.kv_heads, 1, dtype=torch.int32)
-    zero = SlotAffine(slots, torch.zeros(*slots.shape, 4, 5), torch.zeros(LARGE.layers, LARGE.kv_heads, 5))
+    zero = SlotAffine("keys", slots, torch.zeros(*slots.shape, 4, 5), torch.zeros(LARGE.layers, LARGE.kv_heads, 5))
     found = held_out_r2(zero, "keys", moments, SMALL)
     wanted = rows["target.keys"][:, columns([1], [2], LARGE)]
     assert found[1][2] == pytest.approx(r2_score(wanted, np.zeros_like(wanted), multioutput="variance_weighted"))

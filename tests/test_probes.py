@@ -242,7 +242,7 @@ def test_records_name_their_cell_and_score_every_arm(records: list[dict[str, Any
 
 def test_carrying_the_native_states_answers_like_native(pair: ModelPair, tmp_path: Path) -> None:
     same = dataclasses.replace(pair, source=pair.target)
-    exact = FormMap(*(identity_form(kind, same.target.geometry) for kind in KINDS))
+    exact = FormMap(tuple(identity_form(kind, same.target.geometry) for kind in KINDS))
     built = build_probes(same, PLAN, dataclasses.replace(SMALL, lengths=[320]))
     found = ask_probes(same, exact, PLAN, built, partial=tmp_path / "p.jsonl", identity=IDENTITY)
     assert [record["arms"]["mapped"] for record in found] == [record["arms"]["native"] for record in found]

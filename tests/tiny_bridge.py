@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 
 from kvbridge.artifact import CONFIG, SUMMED, SUMS, WEIGHTS
 from kvbridge.bridge import Bridge
-from kvbridge.forms import KINDS, SlotAffine, input_slot
+from kvbridge.forms import KINDS, Form, SlotAffine, input_slot
+from kvbridge.layout import BridgeMap, pack
 from kvbridge.pair import ModelPair
 
 
@@ -24,37 +26,45 @@ def random_form(kind: str, pair: ModelPair, layers: tuple[int, ...] = (0, 2)) ->
     ]
     slots = torch.tensor(row, dtype=torch.int32).expand(target.layers, target.kv_heads, -1).contiguous()
     weight = torch.randn(*slots.shape, source.head_dim, target.head_dim) / len(row)
-    return SlotAffine(slots, weight, torch.randn(*slots.shape[:2], target.head_dim))
+    return SlotAffine(kind, slots, weight, torch.randn(*slots.shape[:2], target.head_dim))
 
 
 def random_bridge(pair: ModelPair) -> Bridge:
     """A complete bridge, as a fit would leave it; the weights follow torch's seed."""
     target = pair.target.geometry
     grid = torch.rand(target.layers, target.kv_heads).tolist()
+    evidence = {
+        "r2": dict.fromkeys(KINDS, grid),
+        "selected_layers": dict.fromkeys(KINDS, [[0, 2]] * target.layers),
+        "rows_per_feature": 64.0,
+    }
+    forms = tuple(random_form(kind, pair) for kind in KINDS)
     return Bridge(
-        **{kind: random_form(kind, pair) for kind in KINDS},
+        maps={"ridge": BridgeMap(forms, {"name": "ridge", "k": 2, "penalty": 0.01}, evidence)},
         identity=pair.identity(),
         pair=pair.describe(),
-        mapper={"name": "ridge", "k": 2, "penalty": 0.01},
         calibration={"rows": 4096, "fingerprint": "0123456789abcdef"},
-        evidence={
-            "r2": dict.fromkeys(KINDS, grid),
-            "selected_layers": dict.fromkeys(KINDS, [[0, 2]] * target.layers),
-            "rows_per_feature": 64.0,
-        },
     )
+
+
+def with_form(bridge: Bridge, at: int, form: Form, name: str = "ridge") -> Bridge:
+    """The same bridge with another form at one place of a map."""
+    forms = list(bridge.map(name).forms)
+    forms[at] = form
+    return replace(bridge, maps=bridge.maps | {name: replace(bridge.map(name), forms=tuple(forms))})
 
 
 def same_bridge(given: Bridge, expected: Bridge) -> bool:
     """Whether two bridges are equal to the last bit, in everything that they hold."""
-    tensors = [
-        {f"{kind}.{n}": t for kind, form in b.forms().items() for n, t in form.tensors().items()}
-        for b in (given, expected)
+    packed = [pack(each.maps) for each in (given, expected)]
+    described = [
+        (maps, b.identity, b.pair, b.calibration) for (maps, _), b in zip(packed, (given, expected), strict=True)
     ]
-    described = [(b.identity, b.pair, b.mapper, b.calibration, b.evidence) for b in (given, expected)]
-    return described[0] == described[1] and all(
-        mine.dtype == tensors[1][name].dtype and torch.equal(mine, tensors[1][name])
-        for name, mine in tensors[0].items()
+    mine, theirs = (tensors for _, tensors in packed)
+    return (
+        described[0] == described[1]
+        and mine.keys() == theirs.keys()
+        and all(mine[at].dtype == theirs[at].dtype and torch.equal(mine[at], theirs[at]) for at in mine)
     )
 
 

@@ -17,6 +17,7 @@ from kvbridge.cli.describe import print_results
 from kvbridge.cli.settings import Settings
 from kvbridge.errors import UsageError
 from kvbridge.fingerprint import digest
+from kvbridge.layout import BridgeMap
 from kvbridge.pair import ModelPair
 from kvbridge.processes import process_state
 
@@ -52,12 +53,11 @@ def _calibrate(settings: Settings, pair: ModelPair, folder: Path) -> Any:
 def _fit(settings: Settings, pair: ModelPair, moments: Any) -> Bridge:
     fitted = settings.mapper.fit(moments, pair.source.geometry, pair.target.geometry)
     identity = moments.info["identity"]
+    mapper = {"name": settings.mapper.name} | dataclasses.asdict(settings.mapper)
     bridge = Bridge(
-        keys=fitted.keys,
-        values=fitted.values,
+        maps={settings.mapper.name: BridgeMap(fitted.forms, mapper, fitted.evidence())},
         identity=pair.identity(),
         pair=pair.describe(),
-        mapper={"name": settings.mapper.name} | dataclasses.asdict(settings.mapper),
         calibration={
             "fingerprint": digest(identity),
             "rows": moments.sets["fit", "rest"].rows + moments.sets["fit", "first"].rows,
@@ -66,7 +66,6 @@ def _fit(settings: Settings, pair: ModelPair, moments: Any) -> Bridge:
             "tokens_per_second": moments.info.get("tokens_per_second"),
             "peak_memory_bytes": moments.info.get("peak_memory_bytes"),
         },
-        evidence=fitted.evidence(),
     )
     bridge.save_pretrained(settings.out / "bridge")
     return bridge

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from kvbridge.bridge import Bridge
+from kvbridge.forms import needed_native_head
+from kvbridge.layout import BridgeMap
 from kvbridge.model import KVModel
 from kvbridge.pair import ModelPair
 
@@ -33,7 +34,6 @@ def _runs(layers: list[int]) -> str:
 
 def _summary(bridge: Bridge, location: str) -> Table:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    options = ", ".join(f"{key}={value}" for key, value in bridge.mapper.items() if key != "name")
     rows: dict[str, Any] = {"bridge": location}
     for role in ("source", "target"):
         geometry = bridge.pair[role]["geometry"]
@@ -41,32 +41,42 @@ def _summary(bridge: Bridge, location: str) -> Table:
             f"{bridge.pair[role]['name']}  ({geometry['layers']} layers, {geometry['kv_heads']} KV heads × "
             f"{geometry['head_dim']}, RoPE {geometry['rope_kind']}, fingerprint {bridge.identity[role]})"
         )
-    rows["mapper"] = f"{bridge.mapper['name']}  ({options})"
-    rows["forms"] = ", ".join(f"{kind}: {form.name}" for kind, form in bridge.forms().items())
-    layers = range(bridge.pair["target"]["geometry"]["layers"])
-    flops = sum(form.flops_per_token(layers) for form in bridge.forms().values())
-    rows["size"] = f"{bridge.parameters() / 1e6:.2f} M numbers, {flops / 1e6:.2f} MFLOP per token"
-    per_feature = bridge.evidence.get("rows_per_feature")
-    rows["calibration"] = f"{bridge.calibration.get('rows', 0):,} rows" + (
-        f", {per_feature:.0f} per feature" + (" (fewer than 10: do not trust it)" if per_feature < 10 else "")
-        if per_feature
-        else ""
-    )
+    rows["calibration"] = f"{bridge.calibration.get('rows', 0):,} rows"
+    for name, each in bridge.maps.items():
+        rows |= _map_rows(name, each, bridge.pair["target"]["geometry"]["layers"])
     for name, value in rows.items():
         # A plain string would be read as markup, and a folder may have brackets in its name.
         table.add_row(name, Text(str(value)))
     return table
 
 
-def _layers(bridge: Bridge) -> Table:
+def _map_rows(name: str, each: BridgeMap, layers: int) -> dict[str, str]:
+    """What a map is made of, by the names of table rows."""
+    options = ", ".join(f"{key}={value}" for key, value in each.mapper.items() if key != "name")
+    made = ", ".join(f"{form.name} → {', '.join(map(str, form.outputs))}" for form in each.forms)
+    native, per_feature = needed_native_head(each.forms), each.evidence.get("rows_per_feature")
+    first = 0 if native is None else native + 1
+    few = " (fewer than 10: do not trust it)" if per_feature and per_feature < 10 else ""
+    return {
+        f"map {name}": f"{each.mapper['name']}  ({options})",
+        "  forms": made,
+        "  size": f"{each.parameters() / 1e6:.2f} M numbers, "
+        f"{each.flops_per_token(range(first, layers)) / 1e6:.2f} MFLOP per token",
+        "  native head": "not needed" if native is None else f"{native} or more",
+        "  rows per feature": f"{per_feature:.0f}{few}" if per_feature else "not known",
+    }
+
+
+def _layers(each: BridgeMap) -> Table:
     table = Table("target layer", "reads source layers", "R² keys", "", "R² values", "")
-    r2 = {kind: torch.tensor(grid).mean(dim=1).tolist() for kind, grid in bridge.evidence.get("r2", {}).items()}
-    for layer, chosen in enumerate(bridge.evidence.get("selected_layers", {}).get("keys", [])):
+    r2, selected = each.evidence.get("r2", {}), each.evidence.get("selected_layers", {}).get("keys", [])
+    for layer in range(max(len(selected), *(len(grid) for grid in r2.values()), 0)):
         cells = []
         for kind in ("keys", "values"):
-            found = r2.get(kind)
-            cells += [f"{found[layer]:.3f}", _bar(found[layer])] if found else ["—", ""]
-        table.add_row(str(layer), _runs(chosen), *cells)
+            heads = r2[kind][layer] if kind in r2 else []
+            mean = sum(heads) / len(heads) if heads else 0.0
+            cells += [f"{mean:.3f}", _bar(mean)] if heads else ["—", ""]
+        table.add_row(str(layer), _runs(selected[layer] if selected else []), *cells)
     return table
 
 
@@ -74,7 +84,9 @@ def print_bridge(bridge: Bridge, location: str) -> None:
     """Print a bridge: pair, method, size, evidence, and what each target layer reads."""
     console = Console()
     console.print(_summary(bridge, location))
-    console.print(_layers(bridge))
+    for name, each in bridge.maps.items():
+        console.print(f"map {name}", markup=False)
+        console.print(_layers(each))
     console.print("R² is on calibration text that the fit did not see, averaged over heads.")
 
 

@@ -1,0 +1,290 @@
+"""How the maps of a bridge lie in its config and its tensors, and what a config must hold to be used at all.
+
+config.json        maps → name → forms (name and options of each), mapper, evidence
+model.safetensors  `{map}/{form}.{tensor}`; of a basis that several forms of a map share, the first form's alone
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvbridge.artifact import CONFIG, WEIGHTS
+from kvbridge.errors import ArtifactError, CacheError, UsageError
+from kvbridge.forms import FORMS, KINDS, Form, SharedBasis, SlotAffine, flops_per_token, require_distinct
+from kvbridge.geometry import KVGeometry
+from kvbridge.variables import Span
+
+MAP_NAME = r"[A-Za-z0-9][A-Za-z0-9_.=,+-]*"
+
+# What a config must hold for a bridge to be used, described and saved again; a name with ? may be missing, and * stands
+# for every name.
+_GEOMETRY = {
+    "model_type": str,
+    "layers": int,
+    "kv_heads": int,
+    "head_dim": int,
+    "query_heads": int,
+    "hidden_size": int,
+    "max_positions": int,
+    "rope": {},
+    "rope_kind": str,
+    "key_norm": str,
+}
+_MODEL = {"name": str, "geometry": _GEOMETRY}
+_EVIDENCE = {
+    "r2?": {f"{kind}?": [[float]] for kind in KINDS},
+    "selected_layers?": {f"{kind}?": [[int]] for kind in KINDS},
+}
+_FIT = {"mapper": {"name": str}, "evidence": _EVIDENCE}
+_PAIR = {
+    "identity": {"source": str, "target": str},
+    "pair": {"source": _MODEL, "target": _MODEL},
+    "calibration": {"rows?": int},
+}
+STRUCTURE: dict[str, Any] = _PAIR | {"maps": {"*": {"forms": [{"form": str}], **_FIT}}}
+STRUCTURE_1: dict[str, Any] = _PAIR | {"forms": dict.fromkeys(KINDS, str)} | _FIT
+
+
+@dataclass(frozen=True, slots=True)
+class BridgeMap:
+    """One map of a bridge.
+
+    Attributes:
+        forms: what is executed.
+        mapper: fitting method and its hyper-parameters.
+        evidence: held-out R², selected layers, and what evaluation found.
+
+    Raises:
+        CacheError: two forms make the same layer.
+    """
+
+    forms: tuple[Form, ...]
+    mapper: dict[str, Any]
+    evidence: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require_distinct(self.forms)
+
+    def parameters(self) -> int:
+        """Numbers in weights and biases."""
+        return sum(tensor.numel() for tensor in self.distinct_tensors().values() if tensor.is_floating_point())
+
+    def flops_per_token(self, layers: range) -> int:
+        """Operations that mapping one token into the target `layers` takes; a basis that forms share counts once."""
+        return flops_per_token(self.forms, layers)
+
+    def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> BridgeMap:
+        """The same map with weights in another dtype or on another device; what forms share they go on sharing."""
+        forms: list[Form] = []
+        for at, form in enumerate(self.forms):
+            made, holder = form.to(dtype=dtype, device=device), reduce_holder(self.forms, at)
+            shared = forms[holder] if holder is not None and holder != at else None
+            if isinstance(made, SharedBasis) and isinstance(shared, SharedBasis):
+                made = replace(made, reduce=shared.reduce)
+            forms.append(made)
+        return BridgeMap(tuple(forms), self.mapper, self.evidence)
+
+    def distinct_tensors(self) -> dict[str, Tensor]:
+        """Tensors by `{form}.{tensor}`; of a basis that forms share, the first form's alone."""
+        tensors: dict[str, Tensor] = {}
+        for at, form in enumerate(self.forms):
+            shared = reduce_holder(self.forms, at) != at
+            tensors |= {
+                f"{at}.{name}": tensor for name, tensor in form.tensors().items() if not (shared and name == "reduce")
+            }
+        return tensors
+
+
+def reduce_holder(forms: tuple[Form, ...], at: int) -> int | None:
+    """The first form whose `reduce` is that of form `at`; `None` where it has none."""
+    form = forms[at]
+    if not isinstance(form, SharedBasis) or form.reduce is None:
+        return None
+    return next(i for i, each in enumerate(forms) if isinstance(each, SharedBasis) and each.reduce is form.reduce)
+
+
+def require_structure(value: Any, structure: Any, place: str) -> None:
+    """Refuse a JSON value that lacks a name or has another type somewhere.
+
+    Raises:
+        ArtifactError: naming the place.
+    """
+    kind = type(structure) if isinstance(structure, (dict, list)) else structure
+    if type(value) is not kind:
+        raise ArtifactError(
+            f"{place} is of type {type(value).__name__}, expected {kind.__name__}; the bridge is damaged."
+        )
+    if isinstance(structure, list):
+        for inner in value:
+            require_structure(inner, structure[0], place)
+    elif isinstance(structure, dict):
+        named = dict.fromkeys(value, structure["*"]) if "*" in structure else structure
+        for name, inner in named.items():
+            key = name.removesuffix("?")
+            if key in value:
+                require_structure(value[key], inner, f"{place}.{key}")
+            elif key == name:
+                raise ArtifactError(f"{place} lacks {key!r}; the bridge is damaged.")
+
+
+def pack(maps: dict[str, BridgeMap]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Maps as JSON values and tensors."""
+    described = {
+        name: {
+            "forms": [
+                {"form": form.name, **form.options(), **_reduce_entry(each.forms, at)}
+                for at, form in enumerate(each.forms)
+            ],
+            "mapper": each.mapper,
+            "evidence": each.evidence,
+        }
+        for name, each in maps.items()
+    }
+    tensors = {f"{name}/{key}": value for name, each in maps.items() for key, value in each.distinct_tensors().items()}
+    return described, tensors
+
+
+def _reduce_entry(forms: tuple[Form, ...], at: int) -> dict[str, int]:
+    holder = reduce_holder(forms, at)
+    return {} if holder is None else {"reduce": holder}
+
+
+def unpack(config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> dict[str, BridgeMap]:
+    """The maps of a bridge, checked against the geometry that it names itself.
+
+    Args:
+        config: of any format version that `artifact.read_folder` lets through.
+        tensors: by name.
+        folder: for messages.
+
+    Raises:
+        ArtifactError: something is missing, left over, of another type or does not fit.
+    """
+    first = config["format_version"] == 1
+    require_structure(config, STRUCTURE_1 if first else STRUCTURE, str(folder / CONFIG))
+    if first:
+        config, tensors = _from_version_1(config, tensors)
+    if not config["maps"]:
+        raise ArtifactError(f"{folder / CONFIG} has no maps; the bridge is damaged.")
+    left = dict(tensors)
+    maps = {name: _unpack_map(name, described, left) for name, described in config["maps"].items()}
+    if left:
+        raise ArtifactError(f"{folder / WEIGHTS} has tensor {min(left)!r}, which belongs to no form.")
+    source, target = (_geometry(config["pair"][role]["geometry"]) for role in ("source", "target"))
+    for name, each in maps.items():
+        for at, form in enumerate(each.forms):
+            _check_geometry(f"{folder}: form {at} of map {name}", form, source, target)
+        _check_evidence(folder, name, each, target)
+    return maps
+
+
+def _from_version_1(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A folder of format 1 held one map of two slot-affine forms, named after what they make."""
+    name = config["mapper"]["name"] if re.fullmatch(MAP_NAME, config["mapper"]["name"]) else "map"
+    forms = [{"form": config["forms"][kind], "kind": kind} for kind in KINDS]
+    places = {kind: f"{name}/{at}" for at, kind in enumerate(KINDS)}
+    renamed = {}
+    for key, tensor in tensors.items():
+        kind, _, part = key.partition(".")
+        renamed[f"{places[kind]}.{part}" if kind in places else key] = tensor
+    described = {"forms": forms, "mapper": config["mapper"], "evidence": config["evidence"]}
+    return config | {"maps": {name: described}}, renamed
+
+
+def _unpack_map(name: str, described: dict[str, Any], left: dict[str, Tensor]) -> BridgeMap:
+    """Build one map, taking its tensors out of `left`."""
+    if not re.fullmatch(MAP_NAME, name):
+        raise ArtifactError(f"the bridge has a map called {name!r}, expected letters, digits and _ . = , + -.")
+    forms: list[Form] = []
+    for at, entry in enumerate(described["forms"]):
+        prefix = f"{name}/{at}."
+        parts = {key.removeprefix(prefix): left.pop(key) for key in sorted(left) if key.startswith(prefix)}
+        forms.append(_build_form(f"form {at} of map {name}", at, dict(entry), parts, forms))
+    if not forms:
+        raise ArtifactError(f"the bridge's map {name} has no forms; the bridge is damaged.")
+    try:
+        return BridgeMap(tuple(forms), described["mapper"], described["evidence"])
+    except CacheError as error:
+        raise ArtifactError(f"the bridge's map {name} is inconsistent: {error}") from error
+
+
+def _build_form(place: str, at: int, entry: dict[str, Any], parts: dict[str, Tensor], before: list[Form]) -> Form:
+    form = entry.pop("form")
+    if form not in FORMS:
+        raise ArtifactError(f"{place} is {form!r}, expected one of {', '.join(FORMS)}. Upgrade kvbridge.")
+    holder = entry.pop("reduce", None)
+    try:
+        if form == SlotAffine.name:
+            require_structure(entry, {"kind": str}, place)
+            return SlotAffine(entry["kind"], **parts)
+        require_structure(entry, {"inputs": [str], "outputs": [str], "kv_heads": int, "head_dim": int}, place)
+        if holder is not None and holder != at:
+            shared = before[holder] if type(holder) is int and 0 <= holder < at else None
+            if not isinstance(shared, SharedBasis) or shared.reduce is None or "reduce" in parts:
+                raise ArtifactError(f"{place} shares the basis of form {holder!r}, which has none; it is damaged.")
+            parts = parts | {"reduce": shared.reduce}
+        inputs, outputs = (tuple(map(_span, entry[side])) for side in ("inputs", "outputs"))
+        reduce = parts.pop("reduce", None)
+        if (reduce is None) != (holder is None):
+            raise ArtifactError(f"{place} {'lacks' if reduce is None else 'has'} a basis, and {CONFIG} says otherwise.")
+        return SharedBasis(inputs, outputs, reduce, **parts, kv_heads=entry["kv_heads"], head_dim=entry["head_dim"])
+    except (CacheError, UsageError, TypeError, KeyError) as error:
+        raise ArtifactError(f"{place} is inconsistent: {error}") from error
+
+
+def _span(text: str) -> Span:
+    # Without brackets there is no number of layers to fill in.
+    return Span.parse(text if "[" in text else f"{text}[:]", 1 << 20)
+
+
+def _geometry(described: dict[str, Any]) -> KVGeometry:
+    return KVGeometry(**{each.name: described[each.name] for each in fields(KVGeometry)})
+
+
+def _check_geometry(place: str, form: Form, source: KVGeometry, target: KVGeometry) -> None:
+    if isinstance(form, SlotAffine):
+        slots = len(KINDS) * source.layers * source.kv_heads
+        expected = (target.layers, target.kv_heads, source.head_dim, target.head_dim)
+        found = (*form.slots.shape[:2], *form.weight.shape[3:])
+        read = int(form.slots.max()) + 1
+        if found != expected or read > slots:
+            raise ArtifactError(
+                f"{place} makes {form.kind}, has (L_t, H_t, D_s, D_t) = {found} and reads {read} slots; "
+                f"its own geometry says {expected} and {slots}. The bridge is damaged."
+            )
+        return
+    sides: dict[str, KVGeometry] = {"source": source, "target": target}
+    read = sum(span.width(sides[span.role]) for span in form.inputs)
+    made = sum(span.width(target) for span in form.outputs)
+    spans: Iterable[Span] = (*form.inputs, *form.outputs)
+    beyond = [str(span) for span in spans if span.stop > sides[span.role].layers]
+    heads = (form.kv_heads, form.head_dim) == (target.kv_heads, target.head_dim)
+    if beyond or not heads or (read, made) != (form.input_width, form.expand.shape[1]):
+        raise ArtifactError(
+            f"{place} reads {form.input_width} and makes {form.expand.shape[1]} numbers in {form.kv_heads} KV heads × "
+            f"{form.head_dim}; its own geometry says {read} and {made} in {target.kv_heads} × {target.head_dim}"
+            f"{', and has no ' + beyond[0] if beyond else ''}. The bridge is damaged."
+        )
+
+
+def _check_evidence(folder: Path, name: str, each: BridgeMap, target: KVGeometry) -> None:
+    """R² has one row per target layer, empty where the map makes no such layer, and selected layers likewise."""
+    grids, chosen = (each.evidence.get(part, {}) for part in ("r2", "selected_layers"))
+    fits = {*grids, *chosen} <= {*KINDS} and all(
+        len(rows) == target.layers for rows in (*grids.values(), *chosen.values())
+    )
+    if not (fits and all(len(row) in (0, target.kv_heads) for grid in grids.values() for row in grid)):
+        raise ArtifactError(
+            f"{folder / CONFIG}: r2 and selected_layers of map {name} are not those of {target.layers} layers of "
+            f"{target.kv_heads} heads; the bridge is damaged."
+        )
+    per_feature = each.evidence.get("rows_per_feature")
+    if not isinstance(per_feature, (float, type(None))):
+        raise ArtifactError(f"{folder / CONFIG}: rows_per_feature is {per_feature!r}, expected a number.")
