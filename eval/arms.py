@@ -11,13 +11,14 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvbridge import compat
-from kvbridge.assembly import Handoff, assemble, hand_off, timed
+from kvbridge.assembly import Handoff, assemble, hand_off, map_states, timed
 from kvbridge.eval.documents import Document
 from kvbridge.flops import CostedMap, ModelCost, affordable_tail
 from kvbridge.forms import KINDS, Map
 from kvbridge.kernels import FormMap
 from kvbridge.mappers.identity import identity_form, same_shape
 from kvbridge.model import KVModel
+from kvbridge.native import compute_head
 from kvbridge.pair import ModelPair
 from kvbridge.plan import HandoffPlan
 from kvbridge.states import ContentStates
@@ -178,14 +179,17 @@ def injected_arm(pair: ModelPair, plan: HandoffPlan) -> Arm:
 
 
 def other_document_arm(pair: ModelPair, mapping: Map, plan: HandoffPlan) -> Arm:
-    """Everything carried, the native head too, comes from another text; sinks and tail are the prompt's own."""
+    """Everything carried comes from another text, the native head and what the map reads of it too.
+
+    Sinks and tail are the prompt's own.
+    """
 
     def other_document(context: Context) -> Reading:
         split = plan.split(context.document.prompt.shape[1])
-        span = context.other_states.span(split.carried_start, split.carried_stop)
-        carried = mapping.apply(span, plan.mapped_layers(pair.target.geometry.layers))
         prompt, other = (ids.to(pair.target.device) for ids in (context.document.prompt, context.other_prompt))
-        return _reading(pair.target, assemble(pair.target, plan, prompt, carried, head_ids=other))
+        head = compute_head(pair.target, plan, other)
+        carried = map_states(pair.target, plan, mapping, context.other_states, split, head)
+        return _reading(pair.target, assemble(pair.target, plan, prompt, carried, head=head))
 
     return other_document
 

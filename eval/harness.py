@@ -73,6 +73,7 @@ class PairLM(TemplateLM):
     Raises:
         UsageError: the arm is unknown, or `mapped` has no map.
         PlanError: the plan leaves no layer to map.
+        CacheError: plan and map do not fit each other.
     """
 
     def __init__(self, pair: ModelPair, arm: str, plan: HandoffPlan, mapping: Map | None = None) -> None:
@@ -82,6 +83,8 @@ class PairLM(TemplateLM):
         if arm == "mapped" and mapping is None:
             raise UsageError("arm=mapped needs a map; give bridge=DIR.")
         plan.mapped_layers(pair.target.geometry.layers)
+        if isinstance(mapping, FormMap):
+            mapping.require_plan(plan, pair.target.geometry.layers)
         self.pair, self.arm, self.mapping, self.plan = pair, arm, mapping, plan
         self.tokenizer: Any = pair.tokenizer
         self.counts = ContextCounts()

@@ -254,7 +254,11 @@ def measure(subject: Subject, prepared: dict[str, Any], seconds: dict[str, float
         subject: the bridge and its task.
         prepared: from `prepare`.
         seconds: takes the wall time of each part.
+
+    Raises:
+        CacheError: the map reads what the plan does not give, or does not make what the plan needs.
     """
+    subject.mapping.require_plan(subject.task.plan, subject.task.pair.target.geometry.layers)
     measured: dict[str, Any] = {}
     for name, part in PARTS.items():
         start = time.perf_counter()

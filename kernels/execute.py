@@ -12,6 +12,7 @@ from kvbridge.bridge import Bridge
 from kvbridge.errors import CacheError
 from kvbridge.forms import KINDS, Form, SharedBasis, SlotAffine, flops_per_token, needed_native_head, require_distinct
 from kvbridge.kernels.reference import basis_rows, expanded_rows, input_slots, rows_of, slot_affine
+from kvbridge.plan import HandoffPlan
 from kvbridge.states import ContentStates
 from kvbridge.variables import Span
 
@@ -44,6 +45,26 @@ class FormMap:
     def needs_native_head(self) -> int | None:
         """The highest target layer that the map reads, which a plan must make exact; `None` for the source alone."""
         return needed_native_head(self.forms)
+
+    def require_plan(self, plan: HandoffPlan, layers: int) -> None:
+        """Refuse a plan that does not give what the map reads, or maps what it does not make.
+
+        Args:
+            plan: what the target computes natively.
+            layers: of the target.
+
+        Raises:
+            CacheError: naming the setting that would help.
+            PlanError: the plan leaves no layer to map.
+        """
+        self._require_layers(plan.mapped_layers(layers))
+        needed = self.needs_native_head()
+        if needed is not None and (plan.native_head is None or plan.native_head < needed):
+            given = "null" if plan.native_head is None else plan.native_head
+            raise CacheError(
+                f"the map reads what the target computes in layers up to {needed}, and plan.native_head={given}; "
+                f"give plan.native_head={needed} or more."
+            )
 
     def apply(self, source: ContentStates, layers: range, native: ContentStates | None = None) -> ContentStates:
         """Target content states of the target `layers`, at the positions of `source`.

@@ -26,6 +26,7 @@ from kvbridge import compat
 from kvbridge.errors import CacheError
 from kvbridge.forms import Map
 from kvbridge.model import KVModel
+from kvbridge.native import NativeHead, check_held, compute_head
 from kvbridge.plan import HandoffPlan, Split
 from kvbridge.states import ContentStates, rotated
 
@@ -83,26 +84,25 @@ def _buffers(target: KVModel, batch: int, tokens: int) -> Tensor:
     return torch.zeros(shape, dtype=target.dtype, device=target.device)
 
 
-def _hold(target: KVModel, buffers: Tensor, held: Cache, tokens: int) -> None:
+def _hold(buffers: Tensor, held: Cache, tokens: int) -> None:
     """Write what the target holds already to the front of the cache."""
-    shape = (*buffers.shape[2:4], tokens, buffers.shape[5])
     for layer in range(buffers.shape[1]):
         tensors = compat.layer_tensors(held, layer)
-        if tensors is None or tensors[0].shape != shape or tensors[0].dtype != target.dtype:
-            found = "nothing" if tensors is None else f"{tuple(tensors[0].shape)}, {tensors[0].dtype}"
-            raise CacheError(f"the held cache has {found} at layer {layer}; expected {shape}, {target.dtype}.")
-        buffers[0, layer, ..., :tokens, :], buffers[1, layer, ..., :tokens, :] = tensors
+        if tensors is not None:
+            buffers[0, layer, ..., :tokens, :], buffers[1, layer, ..., :tokens, :] = tensors
 
 
-def _compute_head(target: KVModel, plan: HandoffPlan, buffers: Tensor, input_ids: Tensor, held: int) -> None:
-    """Write the keys and values of the plan's native head for everything between what is held and the tail."""
-    if plan.native_head is None:
-        return
-    layers = range(plan.native_head + 1)
-    past = [(buffers[0, layer, ..., :held, :], buffers[1, layer, ..., :held, :]) for layer in layers] if held else []
-    for layer, (keys, values) in enumerate(compat.run_head(target.model, input_ids, plan.native_head, past=past)):
-        buffers[0, layer, ..., held : keys.shape[-2], :] = keys[..., held:, :]
-        buffers[1, layer, ..., held : keys.shape[-2], :] = values[..., held:, :]
+def _write_head(buffers: Tensor, head: NativeHead, plan: HandoffPlan, split: Split) -> None:
+    """Write the keys and values of a native head for everything between what is held and the tail."""
+    covers = head.keys.shape[0] - 1, head.keys.shape[1], head.held, head.tokens
+    expected = plan.native_head, buffers.shape[2], split.held, split.carried_stop
+    if covers != expected:
+        raise CacheError(
+            f"the native head given covers (last layer, prompts, held, tokens) = {covers}; the plan needs {expected}."
+        )
+    span = slice(split.held, split.carried_stop)
+    for part, tensors in enumerate((head.keys, head.values)):
+        buffers[part, : len(tensors), ..., span, :] = tensors[..., span, :]
 
 
 def _inject(target: KVModel, buffers: Tensor, carried: ContentStates, layers: range, split: Split) -> None:
@@ -151,7 +151,7 @@ def assemble(
     input_ids: Int[Tensor, "B T"],
     carried: ContentStates | None,
     *,
-    head_ids: Int[Tensor, "B T"] | None = None,
+    head: NativeHead | None = None,
     held: Cache | None = None,
 ) -> Handoff:
     """Build the target's cache for a prompt and read its sinks and tail.
@@ -162,19 +162,17 @@ def assemble(
         input_ids: the prompt.
         carried: target content states of the plan's mapped layers at the carried positions; `None` carries nothing,
             and the tail sees only what is held, the sinks and itself.
-        head_ids: the prompt from which the native head is computed, where it is not `input_ids` (a control arm).
+        head: the plan's native head from `compute_head`, of this prompt or of another one (a control arm); by default
+            it is computed here.
         held: what the target's cache holds for the first tokens of the prompt, from an earlier hand-off and what it
             has read since; left as it is.
 
     Raises:
-        CacheError: the carried states, `head_ids` or `held` do not fit, or a number is not finite.
+        CacheError: the carried states, `head` or `held` do not fit, or a number is not finite.
         PlanError: the prompt is empty, all of it is held, or the plan leaves no layer to map.
     """
     tokens = compat.longest(held) if held is not None else 0
     split = plan.split(input_ids.shape[1], tokens)
-    head_ids = input_ids if head_ids is None else head_ids
-    if head_ids.shape != input_ids.shape:
-        raise CacheError(f"head_ids have shape {tuple(head_ids.shape)}, the prompt {tuple(input_ids.shape)}.")
     seconds: dict[str, float] = {}
     start, stop, length = split.carried_start, split.carried_stop, split.prompt_length
     if carried is None or not split.carried:
@@ -185,10 +183,13 @@ def assemble(
         native = torch.cat((kept[tokens:start], kept[stop:]))
     buffers = _buffers(target, input_ids.shape[0], len(kept))
     if held is not None:
-        _hold(target, buffers, held, tokens)
+        check_held(target, held, input_ids.shape[0])
+        _hold(buffers, held, tokens)
     if carried is not None and split.carried:
         with timed(seconds, "head", target.device):
-            _compute_head(target, plan, buffers, head_ids[:, tokens:stop], tokens)
+            head = head or compute_head(target, plan, input_ids, held)
+            if head is not None:
+                _write_head(buffers, head, plan, split)
         with timed(seconds, "inject", target.device):
             _inject(target, buffers, carried, plan.mapped_layers(target.geometry.layers), split)
     with timed(seconds, "forward", target.device):
@@ -226,11 +227,27 @@ def hand_off(
             "both must be the same text."
         )
     seconds: dict[str, float] = {}
-    carried = None
+    carried = head = None
     if split.carried:
+        with timed(seconds, "head", target.device):
+            head = compute_head(target, plan, input_ids, held)
         with timed(seconds, "map", target.device):
-            span = source_states.span(split.carried_start, split.carried_stop)
-            carried = mapping.apply(span, plan.mapped_layers(target.geometry.layers))
-    handoff = assemble(target, plan, input_ids, carried, held=held)
-    handoff.seconds.update(seconds)
+            carried = map_states(target, plan, mapping, source_states, split, head)
+    handoff = assemble(target, plan, input_ids, carried, head=head, held=held)
+    for step, spent in seconds.items():
+        handoff.seconds[step] = handoff.seconds.get(step, 0.0) + spent
     return handoff
+
+
+def map_states(
+    target: KVModel,
+    plan: HandoffPlan,
+    mapping: Map,
+    source_states: ContentStates,
+    split: Split,
+    head: NativeHead | None,
+) -> ContentStates:
+    """What a map makes of the carried tokens, given the source's states of the prompt and the target's native head."""
+    start, stop = split.carried_start, split.carried_stop
+    native = head.states(target, start, stop) if head is not None else None
+    return mapping.apply(source_states.span(start, stop), plan.mapped_layers(target.geometry.layers), native)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from functools import cache as memoize
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +27,8 @@ def _cache_argument(model_class: type[nn.Module]) -> str:
     return "cache" if "cache" in parameters else "past_key_values"
 
 
-def run(module: PreTrainedModel, input_ids: Tensor, cache: Cache, **arguments: Any) -> Any:
-    """Call a model or backbone on `input_ids` with `cache`, which it extends in place."""
+def run(module: PreTrainedModel, input_ids: Tensor | None, cache: Cache, **arguments: Any) -> Any:
+    """Call a model or backbone on `input_ids`, or on `inputs_embeds=`, with `cache`, which it extends in place."""
     return module(input_ids=input_ids, use_cache=True, **{_cache_argument(type(module)): cache}, **arguments)
 
 
@@ -97,17 +99,52 @@ def room(cache: Cache) -> int | None:
     return min(sizes, default=None)
 
 
-class _HeadComplete(Exception):
-    """Raised by `_HeadCache` once the last wanted layer is stored."""
+def _watched(layer: nn.Module, number: int, before: Callable[[int, Tensor], Tensor]) -> nn.Module:
+    """A shallow copy of a decoder layer with a hook of its own on what enters it."""
+
+    def enter(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if given:
+            return (before(number, given[0]), *given[1:]), named
+        return given, named | {"hidden_states": before(number, named["hidden_states"])}
+
+    copied = copy.copy(layer)
+    # The dictionaries are shared by a shallow copy; a hook must not reach the live layer.
+    copied._forward_pre_hooks = OrderedDict(layer._forward_pre_hooks)
+    copied._forward_pre_hooks_with_kwargs = OrderedDict(layer._forward_pre_hooks_with_kwargs)
+    copied.register_forward_pre_hook(enter, with_kwargs=True)
+    return copied
 
 
-class _HeadCache(DynamicCache):
+def watched_backbone(model: PreTrainedModel, layers: range, before: Callable[[int, Tensor], Tensor]) -> PreTrainedModel:
+    """A backbone that shares all weights with the model's own, runs some of its decoder layers and watches them.
+
+    The model is left as it is, so that other threads can use it meanwhile.
+
+    Args:
+        model: the transformer.
+        layers: the decoder layers that run.
+        before: called with a layer's number and the residual stream `[B, T, E]` at its input; what it returns enters.
+    """
+    every = decoder_layers(model)
+    copied = copy.copy(backbone(model))
+    # A wrapped forward is bound to the original and would run its layers.
+    copied.__dict__.pop("forward", None)
+    watched = nn.ModuleList([_watched(every[number], number, before) for number in layers])
+    copied._modules = {**copied._modules, "layers": watched}
+    return copied
+
+
+class _PartComplete(Exception):
+    """Raised by `_PartCache` once the last wanted layer is stored."""
+
+
+class _PartCache(DynamicCache):
     """A cache that stops the forward pass as soon as layer `last` has its keys and values."""
 
-    def __init__(self, model: PreTrainedModel, last: int, past: list[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, model: PreTrainedModel, last: int, past: dict[int, tuple[Tensor, Tensor]]) -> None:
         super().__init__(config=model.config)
         self.last = last
-        for layer, (keys, values) in enumerate(past):
+        for layer, (keys, values) in past.items():
             put_layer(self, layer, keys, values)
 
     def update(
@@ -115,8 +152,28 @@ class _HeadCache(DynamicCache):
     ) -> tuple[Tensor, Tensor]:
         stored = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if layer_idx == self.last:
-            raise _HeadComplete
+            raise _PartComplete
         return stored
+
+    def stored(self, model: PreTrainedModel, layers: range) -> list[tuple[Tensor, Tensor]]:
+        found = [layer_tensors(self, layer) for layer in layers]
+        if any(tensors is None for tensors in found):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} stored no keys and values for its layers {layers.start} … {layers.stop - 1}."
+            )
+        return [tensors for tensors in found if tensors is not None]
+
+
+class HeadPass(NamedTuple):
+    """What a pass through the first layers of a model leaves.
+
+    Attributes:
+        layers: keys and values `[B, H, P + T, D]` of layers `0 … last`.
+        residual: residual stream `[B, T, E]` at the inputs of layers `0 … last`.
+    """
+
+    layers: list[tuple[Tensor, Tensor]]
+    residual: list[Tensor]
 
 
 def run_head(
@@ -125,8 +182,8 @@ def run_head(
     last: int,
     positions: Tensor | None = None,
     past: Sequence[tuple[Tensor, Tensor]] = (),
-) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values `[B, H, P + T, D]` of layers `0 … last`, exact for exact `past`, and no work beyond them.
+) -> HeadPass:
+    """Layers `0 … last`, exact for exact `past`, and no work beyond their keys and values.
 
     Layer `last` costs its norm and its projections only, whatever the architecture: the cache ends the pass.
 
@@ -137,18 +194,57 @@ def run_head(
         positions: of the tokens `[T]`; those after `past` by default.
         past: keys and values `[B, H, P, D]` of the same layers for the P tokens before, if there are any.
     """
-    cache = _HeadCache(model, last, list(past))
+    cache = _PartCache(model, last, dict(enumerate(past)))
+    residual: list[Tensor] = []
+
+    def record(_: int, hidden: Tensor) -> Tensor:
+        residual.append(hidden)
+        return hidden
+
     if positions is None:
         held = past[0][0].shape[-2] if past else 0
         positions = torch.arange(held, held + input_ids.shape[1], device=input_ids.device)
-    with torch.no_grad(), contextlib.suppress(_HeadComplete):
-        run(backbone(model), input_ids, cache, position_ids=positions[None])
-    stored = [layer_tensors(cache, layer) for layer in range(last + 1)]
-    if any(tensors is None for tensors in stored):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} stored no keys and values for its first {last + 1} layers."
+    module = watched_backbone(model, range(last + 1), record)
+    with torch.no_grad(), contextlib.suppress(_PartComplete):
+        run(module, input_ids, cache, position_ids=positions[None])
+    return HeadPass(cache.stored(model, range(last + 1)), residual)
+
+
+def run_tail(
+    model: PreTrainedModel,
+    boundary: Tensor,
+    first: int,
+    positions: Tensor,
+    past: Sequence[tuple[Tensor, Tensor]] = (),
+) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values `[B, H, T, D]` of layers `first … L − 1`, from the residual stream at the input of layer `first`.
+
+    The last layer costs its norm and its projections only, and needs no `past`.
+
+    Args:
+        model: the transformer.
+        boundary: residual stream `[B, T, E]`.
+        first: the layer that it enters.
+        positions: of the tokens `[T]`, consecutive.
+        past: keys and values `[B, H, P, D]` of layers `first … L − 1` at positions `0 … P − 1`, which the tokens see.
+    """
+    layers = range(first, len(decoder_layers(model)))
+    cache = _PartCache(model, layers[-1], dict(zip(layers, past, strict=False)))
+    boundary = boundary.to(model.dtype)
+    held = past[0][0].shape[-2] if past else 0
+    seen = torch.cat((torch.arange(held, device=positions.device), positions))
+    # An architecture may scale what it takes for embeddings: what enters the first layer is set there.
+    module = watched_backbone(model, layers, lambda layer, hidden: boundary if layer == first else hidden)
+    with torch.no_grad(), contextlib.suppress(_PartComplete):
+        run(
+            module,
+            None,
+            cache,
+            inputs_embeds=boundary,
+            position_ids=positions[None],
+            attention_mask=causal_mask(positions, seen, model.dtype),
         )
-    return [tensors for tensors in stored if tensors is not None]
+    return [(keys[..., held:, :], values[..., held:, :]) for keys, values in cache.stored(model, layers)]
 
 
 def copy_cache(cache: Cache, model: PreTrainedModel, length: int | None = None, batch: int = 1) -> DynamicCache:

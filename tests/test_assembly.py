@@ -13,6 +13,7 @@ from kvbridge import compat
 from kvbridge.assembly import Handoff, assemble, hand_off
 from kvbridge.errors import CacheError, PlanError
 from kvbridge.model import KVModel
+from kvbridge.native import compute_head
 from kvbridge.plan import HandoffPlan
 from kvbridge.states import ContentStates
 from tiny_models import ARCHITECTURES, continue_with, kv_model, random_ids
@@ -151,10 +152,10 @@ def test_a_short_prompt_is_read_natively(tokens: int) -> None:
     assert_same_cache(handoff.cache, cache, atol=0)
 
 
-def test_head_ids_change_the_native_head_alone() -> None:
+def test_a_head_of_another_prompt_changes_the_native_head_alone() -> None:
     model, plan = kv_model(), PLANS["usual"]
     ids, other, carried = random_ids(TOKENS), random_ids(TOKENS, seed=1), carried_states(model, plan)
-    handoff = assemble(model, plan, ids, carried, head_ids=other)
+    handoff = assemble(model, plan, ids, carried, head=compute_head(model, plan, other))
     usual = assemble(model, plan, ids, carried)
     span = slice(4, TOKENS - 6)
     assert torch.equal(handoff.cache.layers[0].keys[:, :, span], model.read(other).layers[0].keys[:, :, span])

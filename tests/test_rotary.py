@@ -53,7 +53,7 @@ def no_rotation(tables: tuple[Tensor, Tensor], *_: Tensor, **__: Tensor) -> tupl
 
 def first_layer_keys(model: KVModel, positions: Tensor = SCATTERED) -> Tensor:
     """Layer-0 keys `[B, H, T, D]` of two rows of random tokens."""
-    ((keys, _),) = compat.run_head(model.model, random_ids(len(positions), batch=2), 0, positions)
+    ((keys, _),) = compat.run_head(model.model, random_ids(len(positions), batch=2), 0, positions).layers
     return keys
 
 
