@@ -1,12 +1,15 @@
 """Text through both models into moments: corpora, streaming collection, mergeable sums."""
 
+from kvbridge.calibration.archive import MOMENTS, CalibrationMoments
 from kvbridge.calibration.collect import calibrate
 from kvbridge.calibration.config import CalibrationConfig
 from kvbridge.calibration.corpus import Corpus, CorpusConfig, open_corpus
-from kvbridge.calibration.moments import CalibrationMoments, MomentBlock, Moments
+from kvbridge.calibration.moments import Moments
+from kvbridge.calibration.products import MomentBlock, joint_blocks
 from kvbridge.calibration.store import calibrate_once, moments_folder
 
 __all__ = [
+    "MOMENTS",
     "CalibrationConfig",
     "CalibrationMoments",
     "Corpus",
@@ -15,6 +18,7 @@ __all__ = [
     "Moments",
     "calibrate",
     "calibrate_once",
+    "joint_blocks",
     "moments_folder",
     "open_corpus",
 ]

@@ -9,39 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
-from torch import Tensor
 from tqdm.auto import tqdm
 
+from kvbridge.calibration.archive import MOMENTS, CalibrationMoments
 from kvbridge.calibration.blocks import SPLITS, BlockSet, draw_blocks
 from kvbridge.calibration.config import PRECISIONS, CalibrationConfig, identity, require_same
-from kvbridge.calibration.moments import (
-    PARTS,
-    CalibrationMoments,
-    MomentBlock,
-    Moments,
-    source_variable,
-    target_variable,
-)
+from kvbridge.calibration.moments import PARTS, Moments
+from kvbridge.calibration.products import MomentBlock, plain_blocks
+from kvbridge.calibration.rows import cut_rows, layer_counts, read_states, residual_layers, variables_of, widths_of
 from kvbridge.calibration.shards import finished_shards, merge_shards, parse_shard, shard_path
-from kvbridge.forms import KINDS
-from kvbridge.model import KVModel
 from kvbridge.pair import ModelPair
 from kvbridge.processes import process_state
-from kvbridge.states import ContentStates
 
 # Outlier norms sit on the first one to four tokens; their moments are kept apart so that a fit may leave them out.
 FIRST_POSITIONS = 4
-
-
-def _as_rows(states: ContentStates, start: int, stop: int) -> dict[str, Tensor]:
-    """Rows `[B·T, L·H·D]` of tokens `start … stop − 1`, per kind."""
-    span = states.span(start, stop)
-    return {kind: getattr(span, kind).permute(1, 3, 0, 2, 4).flatten(2).flatten(0, 1).to("cpu") for kind in KINDS}
-
-
-def _read_states(model: KVModel, input_ids: Int[Tensor, "B T"]) -> ContentStates:
-    return model.content(model.read(input_ids.to(model.device)))
 
 
 @dataclass(slots=True)
@@ -71,6 +52,9 @@ class _Collector:
     ) -> None:
         self.pair, self.config, self.identity, self.blocks, self.path = pair, config, wanted, blocks, path
         self.checkpoint = path.with_name(path.name + ".progress")
+        self.geometries = pair.source.geometry, pair.target.geometry
+        self.layers = layer_counts(*self.geometries)
+        self.variables = variables_of(blocks)
 
     def run(self, drawn: BlockSet, shard: int, shards: int) -> CalibrationMoments:
         progress = self._resume()
@@ -118,17 +102,13 @@ class _Collector:
     def _add(self, moments: CalibrationMoments, drawn: BlockSet, batch: list[int]) -> None:
         split = SPLITS[drawn.split[batch[0]]]
         other = batch if self.config.pairing == "same" else [_next_of_split(drawn, number) for number in batch]
-        states = {
-            "source": _read_states(self.pair.source, drawn.batch(batch)),
-            "target": _read_states(self.pair.target, drawn.batch(other)),
-        }
-        spans = {"first": (0, FIRST_POSITIONS), "rest": (FIRST_POSITIONS, self.config.block)}
-        for part, (start, stop) in spans.items():
-            rows = {
-                f"{role}.{kind}": matrix
-                for role, content in states.items()
-                for kind, matrix in _as_rows(content, start, stop).items()
-            }
+        read = read_states(self.pair.source, "source", drawn.batch(batch)) | read_states(
+            self.pair.target, "target", drawn.batch(other), residual_layers(self.variables, self.layers)
+        )
+        spans = {"first": slice(0, FIRST_POSITIONS), "rest": slice(FIRST_POSITIONS, self.config.block)}
+        for part, tokens in spans.items():
+            kept = {name: states[:, tokens] for name, states in read.items()}
+            rows = {name: cut_rows(kept, name, self.layers[name.partition("[")[0]]) for name in self.variables}
             moments.sets[split, part].add(rows, PRECISIONS[self.config.precision])
 
     def _resume(self) -> _Progress:
@@ -136,12 +116,8 @@ class _Collector:
             moments = CalibrationMoments.load(self.checkpoint)
             require_same(moments.info["identity"], self.identity, self.checkpoint)
             return _Progress(moments, moments.info.pop("batches"))
-        widths = {
-            variable(kind): model.geometry.width
-            for variable, model in ((source_variable, self.pair.source), (target_variable, self.pair.target))
-            for kind in KINDS
-        }
-        sets = {(split, part): Moments.zeros(widths, self.blocks) for split in SPLITS for part in PARTS}
+        widths = widths_of(self.variables, *self.geometries)
+        sets = {(split, part): Moments.zeros(widths, self.blocks, self.layers) for split in SPLITS for part in PARTS}
         return _Progress(CalibrationMoments(sets, {"identity": self.identity}), 0)
 
     def _save_checkpoint(self, progress: _Progress, seconds: float) -> None:
@@ -161,7 +137,7 @@ def calibrate(
         pair: source and target.
         config: text and sizes.
         blocks: products of variables to gather, as the mapper asks for.
-        out: folder for `moments.safetensors` and, on the way, checkpoints and shards.
+        out: folder for the moments' file and, on the way, checkpoints and shards.
 
     Returns:
         The moments; `None` on a process that only contributed a shard.
@@ -171,9 +147,10 @@ def calibrate(
         CalibrationError: `out` holds moments of other settings.
     """
     pair.require_length(config.block, "calibration.block")
+    blocks = plain_blocks(blocks, layer_counts(pair.source.geometry, pair.target.geometry))
     corpus = config.open("calibration")
     wanted = identity(pair, corpus, config, blocks)
-    final = out / "moments.safetensors"
+    final = out / MOMENTS
     if final.exists():
         moments = CalibrationMoments.load(final)
         require_same(moments.info["identity"], wanted, final)

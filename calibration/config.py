@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from kvbridge.calibration.corpus import Corpus, CorpusConfig
-from kvbridge.calibration.moments import MomentBlock
+from kvbridge.calibration.products import MomentBlock, missing_products, plain_blocks
+from kvbridge.calibration.rows import layer_counts
 from kvbridge.errors import CalibrationError, UsageError
 from kvbridge.pair import ModelPair
 
@@ -60,6 +61,7 @@ def identity(
     pair: ModelPair, corpus: Corpus, config: CalibrationConfig, blocks: Iterable[MomentBlock]
 ) -> dict[str, Any]:
     """All that decides the moments' values; two runs may share moments if these are equal."""
+    gathered = plain_blocks(blocks, layer_counts(pair.source.geometry, pair.target.geometry))
     return {
         **{f"pair.{part}": value for part, value in pair.identity().items()},
         "pair.dtype": f"{pair.source.dtype}/{pair.target.dtype}",
@@ -72,18 +74,22 @@ def identity(
         "calibration.batch": config.batch,
         "calibration.precision": config.precision,
         "calibration.pairing": config.pairing,
-        "moment blocks": sorted(f"{a}×{b}" for a, b in blocks),
+        "moment blocks": sorted(f"{a}×{b}" for a, b in gathered),
     }
 
 
+def _pairs(texts: Iterable[str]) -> list[MomentBlock]:
+    return [(a, b) for a, _, b in (text.partition("×") for text in texts)]
+
+
 def require_same(stored: dict[str, Any], wanted: dict[str, Any], path: Path) -> None:
-    """Refuse to go on from, merge or reuse moments of other settings; more moment blocks than wanted are fine.
+    """Refuse to go on from, merge or reuse moments of other settings; more or wider moment blocks are fine.
 
     Raises:
         CalibrationError: naming the first setting that differs.
     """
     for key, value in wanted.items():
-        enough = key == "moment blocks" and set(value) <= set(stored.get(key, ()))
+        enough = key == "moment blocks" and not missing_products(_pairs(value), _pairs(stored.get(key, ())), {})
         if stored.get(key) != value and not enough:
             raise CalibrationError(
                 f"{path} was collected with {key} = {stored.get(key)} and cannot be resumed with {value}; "

@@ -7,24 +7,20 @@ over the data is needed for centring and large means cost no digits.
 
 from __future__ import annotations
 
-import json
-import os
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Float
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from kvbridge.calibration.products import Extent, MomentBlock, missing_products, tiles
 from kvbridge.errors import CalibrationError
-from kvbridge.pair import ModelPair
+from kvbridge.variables import Span
 
-VARIABLES = ("source.keys", "source.values", "target.keys", "target.values")
-MomentBlock = tuple[str, str]
+# Means and squares of these are gathered whatever a mapper reads.
+CACHE_VARIABLES = ("source.keys", "source.values", "target.keys", "target.values")
 PARTS = ("first", "rest")
 
 
@@ -40,20 +36,28 @@ def target_variable(kind: str) -> str:
 class Moments:
     """Count, means, centred squares, and the wanted centred cross products of some variables.
 
+    A variable is named by the text of a span; of two products `(a, b)` and `(b, a)` one is stored. The methods put
+    together what is asked for from what is stored, so `target.keys[3:9]` may be cut from `target.keys` or from two of
+    its parts.
+
     Attributes:
         rows: tokens seen.
         mean: per variable `[p]`, fp64.
         square: per variable, centred sum of squares of each coordinate `[p]`, fp64.
         cross: per wanted pair of variables, centred sum of products `[p, q]`, fp64.
+        layers: how many layers `source.keys` and so on have; without it no part of such a variable can be cut out.
     """
 
     rows: int
     mean: dict[str, Tensor]
     square: dict[str, Tensor]
     cross: dict[MomentBlock, Tensor]
+    layers: dict[str, int] = field(default_factory=dict)
 
     @classmethod
-    def zeros(cls, widths: dict[str, int], blocks: Iterable[MomentBlock]) -> Moments:
+    def zeros(
+        cls, widths: dict[str, int], blocks: Iterable[MomentBlock], layers: dict[str, int] | None = None
+    ) -> Moments:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float64)
 
@@ -62,7 +66,102 @@ class Moments:
             {name: zeros(width) for name, width in widths.items()},
             {name: zeros(width) for name, width in widths.items()},
             {(a, b): zeros(widths[a], widths[b]) for a, b in sorted(blocks)},
+            dict(layers or {}),
         )
+
+    def means(self, variables: Iterable[str | Span]) -> Float[Tensor, "p"]:
+        """Means of some variables, one after the other.
+
+        Raises:
+            CalibrationError: one was not gathered.
+        """
+        return self._vector(self.mean, variables)
+
+    def squares(self, variables: Iterable[str | Span]) -> Float[Tensor, "p"]:
+        """Centred sums of squares of some variables, one after the other.
+
+        Raises:
+            CalibrationError: one was not gathered.
+        """
+        return self._vector(self.square, variables)
+
+    def gram(self, variables: Iterable[str | Span]) -> Float[Tensor, "p p"]:
+        """`XᵀX` of some variables side by side, centred; of one variable it is what is stored, not to be changed.
+
+        Raises:
+            CalibrationError: a product was not gathered.
+        """
+        names = self._names(variables)
+        if len(names) == 1 and (names[0], names[0]) in self.cross:
+            return self.cross[names[0], names[0]]
+        places = self._places(names)
+        out = torch.empty(places[-1].stop, places[-1].stop, dtype=torch.float64)
+        for at, a in enumerate(names):
+            for other, b in enumerate(names[: at + 1]):
+                self._fill(out[places[at], places[other]], a, b)
+                out[places[other], places[at]] = out[places[at], places[other]].T
+        return out
+
+    def cross_products(self, inputs: Iterable[str | Span], outputs: Iterable[str | Span]) -> Float[Tensor, "p q"]:
+        """`XᵀY` of inputs and outputs, centred; of one stored block it is that block, not to be changed.
+
+        Raises:
+            CalibrationError: a product was not gathered.
+        """
+        rows, columns = self._names(inputs), self._names(outputs)
+        if len(rows) == len(columns) == 1 and (rows[0], columns[0]) in self.cross:
+            return self.cross[rows[0], columns[0]]
+        down, across = self._places(rows), self._places(columns)
+        out = torch.empty(down[-1].stop, across[-1].stop, dtype=torch.float64)
+        for a, row in zip(rows, down, strict=True):
+            for b, column in zip(columns, across, strict=True):
+                self._fill(out[row, column], a, b)
+        return out
+
+    def require(self, blocks: Iterable[MomentBlock]) -> None:
+        """Refuse to go on without the cross moments that a mapper reads.
+
+        Raises:
+            CalibrationError: naming the first one that was not gathered.
+        """
+        for a, b in missing_products(blocks, self.cross, self.layers):
+            raise CalibrationError(
+                f"these moments hold no products of {a} and {b}, which this mapper reads; calibrate with it."
+            )
+
+    def _names(self, variables: Iterable[str | Span]) -> list[str]:
+        return [Extent.of(str(name), self.layers).name(self.layers) for name in variables]
+
+    def _vector(self, stored: dict[str, Tensor], variables: Iterable[str | Span]) -> Float[Tensor, "p"]:
+        parts = []
+        known = {Extent.of(name, self.layers): value for name, value in stored.items()}
+        for name in self._names(variables):
+            whole = Extent.of(name, self.layers)
+            for piece in [whole] if any(extent.covers(whole) for extent in known) else whole.cut(known):
+                held = next((extent for extent in known if extent.covers(piece)), None)
+                if held is None:
+                    raise CalibrationError(f"these moments hold nothing of {name}; calibrate with this mapper.")
+                parts.append(known[held][held.columns(piece, len(known[held]))])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _places(self, names: list[str]) -> list[slice]:
+        ends = list(itertools.accumulate(len(self.means([name])) for name in names))
+        return [slice(start, stop) for start, stop in zip([0, *ends], ends, strict=False)]
+
+    def _fill(self, out: Tensor, a: str, b: str) -> None:
+        """Write the product of two variables."""
+        whole = [Extent.of(name, self.layers) for name in (a, b)]
+        for tile in tiles((a, b), self.cross, self.layers):
+            if tile is None:
+                raise CalibrationError(
+                    f"these moments hold no products of {a} and {b}, which this mapper reads; calibrate with it."
+                )
+            held = self.cross[tile.block]
+            first, second = (Extent.of(name, self.layers) for name in tile.block)
+            if tile.swapped:
+                held, first, second = held.T, second, first
+            piece = held[first.columns(tile.first, held.shape[0]), second.columns(tile.second, held.shape[1])]
+            out[whole[0].columns(tile.first, out.shape[0]), whole[1].columns(tile.second, out.shape[1])] = piece
 
     def add(self, rows: dict[str, Float[Tensor, "N p"]], precision: torch.dtype = torch.float64) -> None:
         """Add rows of all variables; products run in `precision` on rows centred at their own mean."""
@@ -110,6 +209,7 @@ class Moments:
             {name: value.clone() for name, value in self.mean.items()},
             {name: value.clone() for name, value in self.square.items()},
             {block: value.clone() for block, value in self.cross.items()},
+            dict(self.layers),
         )
 
     def tensors(self) -> dict[str, Tensor]:
@@ -118,8 +218,8 @@ class Moments:
         return named | {f"cross/{a}/{b}": value for (a, b), value in self.cross.items()}
 
     @classmethod
-    def from_tensors(cls, rows: int, named: dict[str, Tensor]) -> Moments:
-        moments = cls(rows, {}, {}, {})
+    def from_tensors(cls, rows: int, named: dict[str, Tensor], layers: dict[str, int]) -> Moments:
+        moments = cls(rows, {}, {}, {}, layers)
         for key, value in named.items():
             kind, *names = key.split("/")
             if kind == "cross":
@@ -127,105 +227,3 @@ class Moments:
             else:
                 getattr(moments, kind)[names[0]] = value
         return moments
-
-
-@dataclass(slots=True)
-class CalibrationMoments:
-    """All moments of one calibration: per split (`fit`, `held_out`) and part (`first` positions of a block, `rest`).
-
-    Attributes:
-        sets: moments by (split, part).
-        info: what they were collected from and how; `identity` within it decides what may be resumed or merged.
-    """
-
-    sets: dict[tuple[str, str], Moments]
-    info: dict[str, Any] = field(default_factory=dict)
-
-    def select(self, split: str, *, first: bool) -> Moments:
-        """Moments of a split, with or without the first positions of each block."""
-        rest = self.sets[split, "rest"]
-        if not first:
-            return rest
-        both = rest.clone()
-        both.merge(self.sets[split, "first"])
-        return both
-
-    def require_pair(self, pair: ModelPair) -> None:
-        """Refuse moments of another pair.
-
-        Raises:
-            PairMismatchError: naming both fingerprints.
-        """
-        stored = self.info["identity"].items()
-        pair.require({key.removeprefix("pair."): value for key, value in stored}, "this calibration")
-
-    def require(self, blocks: Iterable[MomentBlock]) -> None:
-        """Refuse to go on without the cross moments that a mapper reads.
-
-        Raises:
-            CalibrationError: naming the first one that was not gathered.
-        """
-        gathered = self.sets["fit", "rest"].cross
-        for a, b in sorted(blocks):
-            if (a, b) not in gathered:
-                raise CalibrationError(
-                    f"these moments hold no products of {a} and {b}, which this mapper reads; calibrate with it."
-                )
-
-    def merge(self, other: CalibrationMoments) -> None:
-        """Add the moments of another shard of the same calibration."""
-        for key, moments in self.sets.items():
-            moments.merge(other.sets[key])
-
-    def save(self, path: Path) -> None:
-        """Write one safetensors file, atomically."""
-        named = {
-            f"{split}/{part}/{key}": value.contiguous()
-            for (split, part), moments in self.sets.items()
-            for key, value in moments.tensors().items()
-        }
-        rows = {f"{split}/{part}": moments.rows for (split, part), moments in self.sets.items()}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
-        save_file(named, partial, metadata={"info": json.dumps(self.info), "rows": json.dumps(rows)})
-        os.replace(partial, path)
-
-    @classmethod
-    def load(cls, path: Path) -> CalibrationMoments:
-        """Read what `save` wrote.
-
-        Raises:
-            CalibrationError: the file is missing or is not one of moments.
-        """
-        if not path.is_file():
-            raise CalibrationError(f"{path}: no moments there; run `kvbridge calibrate` first.")
-        try:
-            with safe_open(path, "pt") as file:
-                metadata = file.metadata() or {}
-                info, rows = json.loads(metadata["info"]), json.loads(metadata["rows"])
-                named = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-            sets: dict[tuple[str, str], dict[str, Tensor]] = {}
-            for key, value in named.items():
-                split, part, rest = key.split("/", 2)
-                sets.setdefault((split, part), {})[rest] = value
-            loaded = cls({at: Moments.from_tensors(rows["/".join(at)], tensors) for at, tensors in sets.items()}, info)
-            loaded._check()
-        except (SafetensorError, KeyError, ValueError, TypeError, AttributeError) as error:
-            raise CalibrationError(
-                f"{path} is damaged or holds no moments ({error}); delete it and calibrate again."
-            ) from error
-        return loaded
-
-    def _check(self) -> None:
-        """Raise `ValueError` where a part is missing, misshapen or not finite."""
-        if not isinstance(self.info.get("identity"), dict):
-            raise ValueError("no identity")
-        for at in ((split, part) for split in ("fit", "held_out") for part in PARTS):
-            moments = self.sets[at]
-            if not moments.mean or moments.mean.keys() != moments.square.keys():
-                raise ValueError(f"{'/'.join(at)} lacks a variable")
-            widths = {name: len(mean) for name, mean in moments.mean.items()}
-            if any(block.shape != (widths[a], widths[b]) for (a, b), block in moments.cross.items()):
-                raise ValueError(f"{'/'.join(at)} has a block of another shape")
-            if not all(torch.isfinite(tensor).all() for tensor in moments.tensors().values()):
-                raise ValueError(f"{'/'.join(at)} holds NaN or infinite numbers")

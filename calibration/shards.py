@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from kvbridge.calibration.archive import CalibrationMoments
 from kvbridge.calibration.config import require_same
-from kvbridge.calibration.moments import CalibrationMoments
 from kvbridge.errors import CalibrationError, UsageError
 
 

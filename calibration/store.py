@@ -9,15 +9,14 @@ from typing import Any
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 
+from kvbridge.calibration.archive import MOMENTS, CalibrationMoments
 from kvbridge.calibration.collect import calibrate
 from kvbridge.calibration.config import CalibrationConfig, identity, require_same
-from kvbridge.calibration.moments import CalibrationMoments, MomentBlock
+from kvbridge.calibration.products import MomentBlock
 from kvbridge.errors import CalibrationError
 from kvbridge.fingerprint import digest
 from kvbridge.pair import ModelPair
 from kvbridge.processes import process_state
-
-MOMENTS = "moments.safetensors"
 
 
 def _holds(path: Path, wanted: dict[str, Any]) -> bool:

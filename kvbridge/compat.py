@@ -6,7 +6,7 @@ import contextlib
 import copy
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache as memoize
 from typing import Any, NamedTuple, cast
 
@@ -51,6 +51,26 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
             "kvbridge supports decoder-only transformers of the Llama kind."
         )
     return layers
+
+
+@contextlib.contextmanager
+def residual_streams(model: PreTrainedModel, layers: Iterable[int]) -> Iterator[dict[int, Tensor]]:
+    """While open, every forward pass leaves the residual stream `[B, T, E]` at the input of each of `layers`."""
+    found: dict[int, Tensor] = {}
+
+    def keep(layer: int) -> Callable[..., None]:
+        def hook(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            found[layer] = arguments[0] if arguments else keywords["hidden_states"]
+
+        return hook
+
+    modules = decoder_layers(model)
+    handles = [modules[layer].register_forward_pre_hook(keep(layer), with_kwargs=True) for layer in layers]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def empty_cache(model: PreTrainedModel) -> DynamicCache:

@@ -65,14 +65,15 @@ class Random:
         ).expand(-1, target.kv_heads, -1)
         weight = torch.randn(*slots.shape, source.head_dim, target.head_dim, generator=generator, dtype=torch.float64)
         bias = torch.zeros(target.layers, target.kv_heads, target.head_dim, dtype=torch.float64)
-        x, y = source_variable(kind), target_variable(kind)
-        spread, mean = (part[y].reshape(bias.shape) for part in (fit.square, fit.mean))
+        x, y = [source_variable(kind)], [target_variable(kind)]
+        spread, mean = (part.reshape(bias.shape) for part in (fit.squares(y), fit.means(y)))
+        products, mean_x = fit.gram(x), fit.means(x)
         for layer, layer_slots in enumerate(slots[:, 0]):
             columns = slot_columns(layer_slots, kind, source)
-            gram = fit.cross[x, x][columns][:, columns]
+            gram = products[columns][:, columns]
             for head in range(target.kv_heads):
                 flat = weight[layer, head].flatten(0, 1)
                 made = (flat * (gram @ flat)).sum(dim=0).clamp_min(torch.finfo(torch.float64).tiny)
                 flat *= (spread[layer, head] / made).sqrt()
-                bias[layer, head] = mean[layer, head] - fit.mean[x][columns] @ flat
+                bias[layer, head] = mean[layer, head] - mean_x[columns] @ flat
         return SlotAffine(kind, slots.int().contiguous(), weight.float(), bias.float())

@@ -83,15 +83,9 @@ def held_out_r2(form: SlotAffine, kind: str, moments: Moments, source_geometry: 
 
     From `‖y − xW − b‖² = S_yy − 2⟨W, S_xy⟩ + ⟨W, S_xx W⟩ + n‖ȳ − x̄W − b‖²`, the sums centred at their own means.
     """
-    gram, cross = (
-        moments.cross[source_variable(kind), source_variable(kind)],
-        moments.cross[source_variable(kind), target_variable(kind)],
-    )
-    mean_x, mean_y, square = (
-        moments.mean[source_variable(kind)],
-        moments.mean[target_variable(kind)],
-        moments.square[target_variable(kind)],
-    )
+    x, y = [source_variable(kind)], [target_variable(kind)]
+    gram, cross = moments.gram(x), moments.cross_products(x, y)
+    mean_x, mean_y, square = moments.means(x), moments.means(y), moments.squares(y)
     layers, heads, _, _, width = form.weight.shape
     found = torch.empty(layers, heads, dtype=torch.float64)
     for layer in range(layers):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -28,16 +28,22 @@ HEADS = ("all", "matched")
 FIRST_POSITIONS = ("excluded", "included")
 
 
+class _Sums(NamedTuple):
+    """What one kind's maps are solved from."""
+
+    gram: Float[Tensor, "p p"]
+    cross: Float[Tensor, "p q"]
+    mean_x: Float[Tensor, "p"]
+    mean_y: Float[Tensor, "q"]
+
+
 def rank_layers(moments: Moments, source_geometry: KVGeometry, target_geometry: KVGeometry) -> Float[Tensor, "L_t L_s"]:
     """R² of each target layer from each source layer alone, averaged over heads and over keys and values."""
     ranking = torch.zeros(target_geometry.layers, source_geometry.layers, dtype=torch.float64)
     width = source_geometry.kv_heads * source_geometry.head_dim
     for kind in KINDS:
-        gram, cross = (
-            moments.cross[source_variable(kind), source_variable(kind)],
-            moments.cross[source_variable(kind), target_variable(kind)],
-        )
-        total = moments.square[target_variable(kind)]
+        x, y = [source_variable(kind)], [target_variable(kind)]
+        gram, cross, total = moments.gram(x), moments.cross_products(x, y), moments.squares(y)
         for layer in range(source_geometry.layers):
             columns = slice(layer * width, (layer + 1) * width)
             residual = total - explained_squares(gram[columns, columns], cross[columns])
@@ -112,14 +118,16 @@ class Ridge:
     def _fit_kind(
         self, kind: str, fit: Moments, chosen: Int[Tensor, "L_t k"], source: KVGeometry, target: KVGeometry
     ) -> SlotAffine:
+        x, y = [source_variable(kind)], [target_variable(kind)]
+        sums = _Sums(fit.gram(x), fit.cross_products(x, y), fit.means(x), fit.means(y))
         made = [
-            self._fit_layer(kind, fit, layer, chosen[layer].tolist(), source, target) for layer in range(target.layers)
+            self._fit_layer(kind, sums, layer, chosen[layer].tolist(), source, target) for layer in range(target.layers)
         ]
         slots, weights, biases = (torch.stack(parts) for parts in zip(*made, strict=True))
         return SlotAffine(kind, slots, weights, biases)
 
     def _fit_layer(
-        self, kind: str, fit: Moments, layer: int, layers: list[int], source: KVGeometry, target: KVGeometry
+        self, kind: str, sums: _Sums, layer: int, layers: list[int], source: KVGeometry, target: KVGeometry
     ) -> tuple[Int[Tensor, "H_t S"], Float[Tensor, "H_t S D_s D_t"], Float[Tensor, "H_t D_t"]]:
         slots = torch.tensor([self._slots(kind, layers, head, source, target) for head in range(target.kv_heads)])
         weights, biases = [], []
@@ -130,14 +138,10 @@ class Ridge:
             start = (layer * target.kv_heads + heads.start) * target.head_dim
             outputs = slice(start, start + len(heads) * target.head_dim)
             columns = slot_columns(slots[first], kind, source)
-            weight = self._solve(kind, fit, columns, outputs)
-            bias = fit.mean[target_variable(kind)][outputs] - fit.mean[source_variable(kind)][columns] @ weight
+            gram, cross = sums.gram[columns][:, columns], sums.cross[columns, outputs]
+            weight = ridge_solve(gram, cross, self.penalty, self.scale)
+            bias = sums.mean_y[outputs] - sums.mean_x[columns] @ weight
             shaped = weight.reshape(slots.shape[1], source.head_dim, len(heads), target.head_dim)
             weights.append(shaped.permute(2, 0, 1, 3))
             biases.append(bias.reshape(len(heads), target.head_dim))
         return slots.int(), torch.cat(weights).float(), torch.cat(biases).float()
-
-    def _solve(self, kind: str, fit: Moments, columns: Int[Tensor, "p"], outputs: slice) -> Float[Tensor, "p q"]:
-        gram = fit.cross[source_variable(kind), source_variable(kind)][columns][:, columns]
-        cross = fit.cross[source_variable(kind), target_variable(kind)][columns, outputs]
-        return ridge_solve(gram, cross, self.penalty, self.scale)

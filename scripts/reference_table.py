@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbridge import HandoffPlan, ModelPair, load_pair
-from kvbridge.calibration import CalibrationMoments, CorpusConfig
+from kvbridge.calibration import MOMENTS, CalibrationMoments, CorpusConfig
 from kvbridge.eval import EvalConfig, evaluate
 from kvbridge.eval.arms import Arm, injected_arm, mapped_arm, nothing_carried_arm, other_document_arm
 from kvbridge.eval.documents import take_documents
@@ -97,7 +97,7 @@ def main() -> None:
     options = parser.parse_args()
     out = Path(options.out)
     pair = load_pair(options.source, options.target, dtype=options.dtype)
-    moments = CalibrationMoments.load(Path(options.moments) / "moments.safetensors")
+    moments = CalibrationMoments.load(Path(options.moments) / MOMENTS)
     moments.require_pair(pair)
     calibration = digest(moments.info["identity"])
     sides = pair.source.geometry, pair.target.geometry

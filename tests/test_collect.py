@@ -26,10 +26,11 @@ from kvbridge.calibration import (
     MomentBlock,
     Moments,
     calibrate,
+    joint_blocks,
     open_corpus,
 )
 from kvbridge.calibration.blocks import draw_blocks
-from kvbridge.calibration.moments import VARIABLES
+from kvbridge.calibration.moments import CACHE_VARIABLES
 from kvbridge.errors import CalibrationError, CorpusError, UsageError
 from kvbridge.model import KVModel
 from kvbridge.pair import ModelPair
@@ -143,6 +144,78 @@ def test_moments_are_those_of_both_models_states(pair: ModelPair, corpus: Path, 
             np.testing.assert_allclose(found.cross[a, b], centred[a].T @ centred[b], rtol=1e-9, atol=1e-10)
 
 
+def native_rows(pair: ModelPair, tokens: Tensor) -> dict[str, np.ndarray]:
+    """What the target knows natively, from transformers' own hidden states."""
+    with torch.no_grad():
+        hidden = pair.target.model(tokens[None], output_hidden_states=True).hidden_states[2][0].float().numpy()
+    keys = rows_of(pair.target, tokens)["keys"]
+    width = keys.shape[1] // pair.target.geometry.layers
+    return {
+        "target.keys[0:2]": keys[:, : 2 * width],
+        "target.residual[2:3]": hidden,
+        "target.normed_residual[2:3]": hidden / np.sqrt((hidden**2).mean(axis=1, keepdims=True)),
+    }
+
+
+def test_what_the_target_knows_natively_is_gathered(pair: ModelPair, corpus: Path, tmp_path: Path) -> None:
+    natives = ["target.keys[0:2]", "target.normed_residual[2:3]"]
+    blocks = joint_blocks(["source.keys", *natives], ["target.values", "target.residual[2:3]"])
+    collected = calibrate(pair, settings_of(corpus), blocks, tmp_path)
+    assert collected is not None
+    drawn = draw_blocks(
+        open_corpus(str(corpus)), pair.tokenizer, tokens=FIT * BLOCK, block=BLOCK, held_out=HELD_OUT / FIT, seed=0
+    )
+    read = [
+        native_rows(pair, tokens)
+        for at, tokens in enumerate(drawn.batch(list(range(len(drawn)))))
+        if not drawn.split[at]
+    ]
+    found = collected.sets["fit", "rest"]
+    centred = {}
+    for name in read[0]:
+        rows = np.concatenate([block[name][4:] for block in read]).astype(np.float64)
+        np.testing.assert_allclose(found.mean[name], rows.mean(axis=0), rtol=1e-5, atol=1e-5)
+        centred[name] = rows - rows.mean(axis=0)
+    inputs, outputs = [
+        np.concatenate([centred[name] for name in names], axis=1) for names in (natives, ["target.residual[2:3]"])
+    ]
+    np.testing.assert_allclose(found.gram(natives), inputs.T @ inputs, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        found.cross_products(natives, ["target.residual[2:3]"]), inputs.T @ outputs, rtol=1e-4, atol=1e-4
+    )
+    collected.require(blocks)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("target.keys[2:9]", r"target\.keys\[2:9\] reaches beyond the model's 4 layers"),
+        ("source.residual", r"'source\.residual' is no variable of a map"),
+        ("target.keys[1]", r"'target\.keys\[1\]' is no span"),
+    ],
+    ids=["beyond", "no-variable", "no-span"],
+)
+def test_refuses_what_no_model_of_the_pair_has(
+    pair: ModelPair, corpus: Path, tmp_path: Path, name: str, sentence: str
+) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        calibrate(pair, settings_of(corpus), frozenset({("source.keys", name)}), tmp_path)
+
+
+def test_finished_moments_are_reused_for_parts_of_their_variables(
+    pair: ModelPair, corpus: Path, tmp_path: Path, usual: CalibrationMoments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibrate(pair, settings_of(corpus), BLOCKS, tmp_path)
+    interrupt(monkeypatch, 1)
+    part = frozenset({("target.keys[1:3]", "source.keys")})
+    reused = calibrate(pair, settings_of(corpus), part, tmp_path)
+    assert reused is not None
+    reused.require(part)
+    width = pair.target.geometry.width // 4
+    expected = usual.sets["fit", "rest"].cross["source.keys", "target.keys"][:, width : 3 * width]
+    assert torch.equal(reused.sets["fit", "rest"].cross_products(["source.keys"], ["target.keys[1:3]"]), expected)
+
+
 def test_rows_are_counted_by_split_and_part(usual: CalibrationMoments) -> None:
     assert {at: moments.rows for at, moments in usual.sets.items()} == {
         ("fit", "first"): FIT * 4,
@@ -161,7 +234,7 @@ def test_only_the_wanted_products_are_gathered(
     assert collected is not None
     for moments in collected.sets.values():
         assert moments.cross.keys() == blocks
-        assert moments.mean.keys() == moments.square.keys() == set(VARIABLES)
+        assert moments.mean.keys() == moments.square.keys() == set(CACHE_VARIABLES)
 
 
 @pytest.mark.parametrize("batch", [2, 5, 100])
@@ -457,7 +530,7 @@ def test_shuffled_pairing_gives_the_target_another_document(
     assert shuffled is not None
     for at, moments in usual.sets.items():
         # Both models read the same blocks in all, so that only what joins them differs.
-        for variable in VARIABLES:
+        for variable in CACHE_VARIABLES:
             torch.testing.assert_close(shuffled.sets[at].mean[variable], moments.mean[variable], rtol=0, atol=1e-8)
         joined, apart = (s.sets[at].cross["source.keys", "target.keys"] for s in (usual, shuffled))
         assert (joined - apart).abs().max() > 0.1 * joined.abs().max()

@@ -63,7 +63,13 @@ class Calibrated:
     def moments_for(self, mapper: Mapper) -> CalibrationMoments:
         """The moments that a calibration for `mapper` alone would have."""
         sets = {
-            at: Moments(kept.rows, kept.mean, kept.square, {block: kept.cross[block] for block in mapper.blocks()})
+            at: Moments(
+                kept.rows,
+                kept.mean,
+                kept.square,
+                {(a, b): kept.cross_products([a], [b]) for a, b in mapper.blocks()},
+                kept.layers,
+            )
             for at, kept in self.moments.sets.items()
         }
         return CalibrationMoments(sets, self.moments.info)

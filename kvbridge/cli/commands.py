@@ -39,10 +39,10 @@ def _moments_folder(settings: Settings, pair: ModelPair) -> Path:
 
 
 def _calibrate(settings: Settings, pair: ModelPair, folder: Path) -> Any:
-    from kvbridge.calibration import CalibrationMoments, calibrate, calibrate_once
+    from kvbridge.calibration import MOMENTS, CalibrationMoments, calibrate, calibrate_once
 
     if settings.moments is not None:
-        moments = CalibrationMoments.load(settings.moments / "moments.safetensors")
+        moments = CalibrationMoments.load(settings.moments / MOMENTS)
         moments.require_pair(pair)
         moments.require(settings.mapper.blocks())
         return moments
@@ -147,6 +147,8 @@ def _run(settings: Settings) -> None:
 
 def calibrate_command(config: DictConfig) -> None:
     """Collect the moments that the mapper asks for."""
+    from kvbridge.calibration import MOMENTS
+
     settings = Settings.of(config)
     settings.refuse("bridge")
     pair = settings.pair.load()
@@ -154,11 +156,13 @@ def calibrate_command(config: DictConfig) -> None:
     moments = _calibrate(settings, pair, folder)
     if moments is not None:
         rows = {"/".join(key): part.rows for key, part in moments.sets.items()}
-        print(f"{folder / 'moments.safetensors'}: rows {rows}")
+        print(f"{folder / MOMENTS}: rows {rows}")
 
 
 def fit_command(config: DictConfig) -> None:
     """Fit a map on finished moments."""
+    from kvbridge.calibration import MOMENTS
+
     settings = Settings.of(config)
     settings.refuse("bridge")
     if (settings.out / "results.json").exists():
@@ -166,10 +170,8 @@ def fit_command(config: DictConfig) -> None:
     stored = settings.moments is None and settings.moments_store is not None
     pair = settings.pair.load() if stored else None
     folder = _moments_folder(settings, pair) if pair else settings.calibration_folder
-    if not (folder / "moments.safetensors").is_file():
-        raise UsageError(
-            f"{folder / 'moments.safetensors'}: no moments there; run `kvbridge calibrate` first, or give moments=DIR."
-        )
+    if not (folder / MOMENTS).is_file():
+        raise UsageError(f"{folder / MOMENTS}: no moments there; run `kvbridge calibrate` first, or give moments=DIR.")
     pair = pair or settings.pair.load()
     reused = dataclasses.replace(settings, moments=folder)
     bridge = _fit(reused, pair, _calibrate(reused, pair, folder))

@@ -1,0 +1,95 @@
+"""Rows of variables from what a model computed for a batch of blocks.
+
+What is read is kept as few matrices as possible, named by span: `source.keys` and so on for all layers, and
+`target.residual[4:5]` for each layer whose residual stream is wanted. Every other variable is cut out of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvbridge import compat
+from kvbridge.calibration.moments import CACHE_VARIABLES
+from kvbridge.calibration.products import MomentBlock
+from kvbridge.forms import KINDS
+from kvbridge.geometry import KVGeometry
+from kvbridge.model import KVModel
+from kvbridge.variables import VARIABLES, Span
+
+ROLES = ("source", "target")
+
+
+def layer_counts(source: KVGeometry, target: KVGeometry) -> dict[str, int]:
+    """How many layers each variable has."""
+    depth = {"source": source.layers, "target": target.layers}
+    return {name: depth[name.split(".")[0]] for name in VARIABLES}
+
+
+def variables_of(blocks: Iterable[MomentBlock]) -> list[str]:
+    """All variables whose rows a calibration needs: those of the blocks, and the caches of both models."""
+    return sorted({*CACHE_VARIABLES, *(name for block in blocks for name in block)})
+
+
+def widths_of(names: Iterable[str], source: KVGeometry, target: KVGeometry) -> dict[str, int]:
+    """Width of each variable's rows."""
+    layers, geometries = layer_counts(source, target), {"source": source, "target": target}
+    spans = {name: Span.parse(name, layers[name.partition("[")[0]]) for name in names}
+    return {name: span.width(geometries[span.role]) for name, span in spans.items()}
+
+
+def residual_layers(names: Iterable[str], layers: Mapping[str, int]) -> tuple[int, ...]:
+    """Layers of the target whose residual stream the variables read."""
+    spans = (Span.parse(name, layers[name.partition("[")[0]]) for name in names if "residual" in name)
+    return tuple(sorted({layer for span in spans for layer in span.layers}))
+
+
+def residual_name(layer: int) -> str:
+    return f"target.residual[{layer}:{layer + 1}]"
+
+
+def read_states(
+    model: KVModel, role: str, input_ids: Int[Tensor, "B T"], residuals: tuple[int, ...] = ()
+) -> dict[str, Float[Tensor, "B T p"]]:
+    """Read blocks with one model.
+
+    Args:
+        model: source or target.
+        role: which of the two.
+        input_ids: tokens.
+        residuals: layers whose residual stream is kept.
+
+    Returns:
+        Content keys and values of all layers, one row per token, and the residual streams; in fp32.
+    """
+    with compat.residual_streams(model.model, residuals) as streams:
+        content = model.content(model.read(input_ids.to(model.device)))
+    read = {f"{role}.{kind}": getattr(content, kind).permute(1, 3, 0, 2, 4).flatten(2).to("cpu") for kind in KINDS}
+    return read | {residual_name(layer): stream.float().to("cpu") for layer, stream in streams.items()}
+
+
+def normed(residual: Float[Tensor, "*rows E"]) -> Float[Tensor, "*rows E"]:
+    """A residual stream divided by its root mean square over the hidden width, in fp32."""
+    exact = residual.float()
+    return exact / exact.square().mean(dim=-1, keepdim=True).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def cut_rows(read: Mapping[str, Float[Tensor, "B T p"]], name: str, depth: int) -> Float[Tensor, "N q"]:
+    """Rows of one variable.
+
+    Args:
+        read: what `read_states` gave, of the role that the variable belongs to.
+        name: of the variable.
+        depth: how many layers its model has.
+    """
+    span = Span.parse(name, depth)
+    if span.states in KINDS:
+        whole = read[span.variable]
+        one = whole.shape[-1] // depth
+        return whole[..., span.start * one : span.stop * one].flatten(0, 1)
+    streams = [read[residual_name(layer)] for layer in span.layers]
+    kept = [normed(stream) if span.states == "normed_residual" else stream for stream in streams]
+    return torch.cat(kept, dim=-1).flatten(0, 1)
