@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
+from safetensors import SafetensorError
 
-from kvbridge.calibration.moments import PARTS, Moments
+from kvbridge.calibration.blocks import SPLITS
+from kvbridge.calibration.moments import PARTS, Moments, no_products
 from kvbridge.calibration.products import MomentBlock
+from kvbridge.calibration.tensorfile import StoredTensors, TensorFile, damaged, write_tensors
 from kvbridge.errors import CalibrationError
 from kvbridge.pair import ModelPair
 
@@ -41,6 +38,7 @@ class CalibrationMoments:
             return rest
         both = rest.clone()
         both.merge(self.sets[split, "first"])
+        both.settle()
         return both
 
     def require_pair(self, pair: ModelPair) -> None:
@@ -65,23 +63,25 @@ class CalibrationMoments:
         for key, moments in self.sets.items():
             moments.merge(other.sets[key])
 
+    def clone(self) -> CalibrationMoments:
+        """A copy in memory, which can be added to."""
+        return CalibrationMoments({at: moments.clone() for at, moments in self.sets.items()}, dict(self.info))
+
     def save(self, path: Path) -> None:
         """Write one safetensors file, atomically."""
         named = {
-            f"{split}/{part}/{key}": value.contiguous()
+            f"{split}/{part}/{key}": value
             for (split, part), moments in self.sets.items()
             for key, value in moments.tensors().items()
         }
-        rows = {f"{split}/{part}": moments.rows for (split, part), moments in self.sets.items()}
-        described = {"info": self.info, "rows": rows, "layers": self.sets["fit", "rest"].layers}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
-        save_file(named, partial, metadata={key: json.dumps(value) for key, value in described.items()})
-        os.replace(partial, path)
+        rows = {f"{split}/{part}": moments.summed for (split, part), moments in self.sets.items()}
+        one = self.sets["fit", "rest"]
+        described = {"info": self.info, "rows": rows, "layers": one.layers, "blocks": sorted(one.cross)}
+        write_tensors(path, named, described)
 
     @classmethod
     def load(cls, path: Path) -> CalibrationMoments:
-        """Read what `save` wrote.
+        """Open what `save` wrote: means and squares are read at once, products when they are used.
 
         Raises:
             CalibrationError: the file is missing or is not one of moments.
@@ -89,35 +89,43 @@ class CalibrationMoments:
         if not path.is_file():
             raise CalibrationError(f"{path}: no moments there; run `kvbridge calibrate` first.")
         try:
-            with safe_open(path, "pt") as file:
-                metadata = file.metadata() or {}
-                info, rows = json.loads(metadata["info"]), json.loads(metadata["rows"])
-                layers = json.loads(metadata.get("layers", "{}"))
-                named = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-            sets: dict[tuple[str, str], dict[str, Tensor]] = {}
-            for key, value in named.items():
-                split, part, rest = key.split("/", 2)
-                sets.setdefault((split, part), {})[rest] = value
-            loaded = cls(
-                {at: Moments.from_tensors(rows["/".join(at)], tensors, layers) for at, tensors in sets.items()}, info
-            )
-            loaded._check()
+            file = TensorFile(path)
+            loaded = cls({(s, p): _stored(file, f"{s}/{p}") for s in SPLITS for p in PARTS}, file.described("info"))
+            if not isinstance(loaded.info.get("identity"), dict):
+                raise ValueError("no identity")
         except (SafetensorError, KeyError, ValueError, TypeError, AttributeError) as error:
-            raise CalibrationError(
-                f"{path} is damaged or holds no moments ({error}); delete it and calibrate again."
-            ) from error
+            raise damaged(path, error) from error
         return loaded
 
-    def _check(self) -> None:
-        """Raise `ValueError` where a part is missing, misshapen or not finite."""
-        if not isinstance(self.info.get("identity"), dict):
-            raise ValueError("no identity")
-        for at in ((split, part) for split in ("fit", "held_out") for part in PARTS):
-            moments = self.sets[at]
-            if not moments.mean or moments.mean.keys() != moments.square.keys():
-                raise ValueError(f"{'/'.join(at)} lacks a variable")
-            widths = {name: len(mean) for name, mean in moments.mean.items()}
-            if any(block.shape != (widths[a], widths[b]) for (a, b), block in moments.cross.items()):
-                raise ValueError(f"{'/'.join(at)} has a block of another shape")
-            if not all(torch.isfinite(tensor).all() for tensor in moments.tensors().values()):
-                raise ValueError(f"{'/'.join(at)} holds NaN or infinite numbers")
+
+def _stored(file: TensorFile, at: str) -> Moments:
+    """The moments of one split and part, their products still in the file.
+
+    Raises:
+        ValueError: a part is missing or misshapen.
+    """
+    names: dict[str, dict[Any, str]] = {"mean": {}, "square": {}, "cross": {}, "held": {}}
+    for name in file.shapes:
+        if name.startswith(f"{at}/"):
+            kind, *variables = name.removeprefix(f"{at}/").split("/")
+            names[kind][tuple(variables) if kind == "cross" else variables[0]] = name
+    if not names["mean"] or names["mean"].keys() != names["square"].keys():
+        raise ValueError(f"{at} lacks a variable")
+    widths = {variable: file.shapes[name][0] for variable, name in names["mean"].items()}
+    if any(file.shapes[name] != (widths[block[0]], widths[block[1]]) for block, name in names["cross"].items()):
+        raise ValueError(f"{at} has a block of another shape")
+    held = {variable: file.shapes[name] for variable, name in names["held"].items()}
+    count = next(iter(held.values()), (0,))[0]
+    if held and held != {variable: (count, width) for variable, width in widths.items()}:
+        raise ValueError(f"{at} lacks rows of a variable")
+    rows, blocks = file.described("rows")[at], [(a, b) for a, b in file.described("blocks", [])]
+    if rows and not names["cross"].keys() >= set(blocks):
+        raise ValueError(f"{at} lacks a block")
+    return Moments(
+        rows,
+        {variable: file.read(name).clone() for variable, name in names["mean"].items()},
+        {variable: file.read(name).clone() for variable, name in names["square"].items()},
+        StoredTensors(file, names["cross"]) if rows or not blocks else no_products(widths, blocks),
+        file.described("layers", {}),
+        [StoredTensors(file, names["held"])] if held else [],
+    )

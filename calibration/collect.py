@@ -80,6 +80,9 @@ class _Collector:
                 if time.monotonic() - saved > self.config.checkpoint_seconds:
                     self._save_checkpoint(progress, before + time.monotonic() - started)
                     saved = time.monotonic()
+        # The few rows of first positions are kept as they are, where products would be larger.
+        for split in SPLITS:
+            progress.moments.sets[split, "rest"].settle(PRECISIONS[self.config.precision])
         info["seconds"] = before + time.monotonic() - started
         info["documents"] = drawn.documents
         info["peak_memory_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -109,11 +112,11 @@ class _Collector:
         for part, tokens in spans.items():
             kept = {name: states[:, tokens] for name, states in read.items()}
             rows = {name: cut_rows(kept, name, self.layers[name.partition("[")[0]]) for name in self.variables}
-            moments.sets[split, part].add(rows, PRECISIONS[self.config.precision])
+            moments.sets[split, part].hold(rows, PRECISIONS[self.config.precision])
 
     def _resume(self) -> _Progress:
         if self.checkpoint.exists():
-            moments = CalibrationMoments.load(self.checkpoint)
+            moments = CalibrationMoments.load(self.checkpoint).clone()
             require_same(moments.info["identity"], self.identity, self.checkpoint)
             return _Progress(moments, moments.info.pop("batches"))
         widths = widths_of(self.variables, *self.geometries)

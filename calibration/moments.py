@@ -8,20 +8,26 @@ over the data is needed for centring and large means cost no digits.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvbridge.calibration.products import Extent, MomentBlock, missing_products, tiles
+from kvbridge.calibration.assemble import fill_product, missing_sentence, vector
+from kvbridge.calibration.products import Extent, MomentBlock, missing_products
 from kvbridge.errors import CalibrationError
 from kvbridge.variables import Span
 
 # Means and squares of these are gathered whatever a mapper reads.
 CACHE_VARIABLES = ("source.keys", "source.values", "target.keys", "target.values")
 PARTS = ("first", "rest")
+# One product of so many rows costs much less than products of a few that are each added to the sums.
+ROWS_PER_PRODUCT = 2048
 
 
 def source_variable(kind: str) -> str:
@@ -30,6 +36,12 @@ def source_variable(kind: str) -> str:
 
 def target_variable(kind: str) -> str:
     return f"target.{kind}"
+
+
+def no_products(widths: Mapping[str, int], blocks: Iterable[MomentBlock]) -> Mapping[MomentBlock, Tensor]:
+    """Products of no rows: zeros that take no memory and cannot be added to."""
+    zero = torch.zeros((), dtype=torch.float64)
+    return MappingProxyType({(a, b): zero.expand(widths[a], widths[b]) for a, b in sorted(blocks)})
 
 
 @dataclass(slots=True)
@@ -41,18 +53,21 @@ class Moments:
     its parts.
 
     Attributes:
-        rows: tokens seen.
+        summed: rows in the sums.
         mean: per variable `[p]`, fp64.
         square: per variable, centred sum of squares of each coordinate `[p]`, fp64.
-        cross: per wanted pair of variables, centred sum of products `[p, q]`, fp64.
+        cross: per wanted pair of variables, centred sum of products `[p, q]`, fp64; those of no rows take no memory.
         layers: how many layers `source.keys` and so on have; without it no part of such a variable can be cut out.
+        held: batches of rows per variable `[n, p]` that wait for one product of them all.
     """
 
-    rows: int
+    summed: int
     mean: dict[str, Tensor]
     square: dict[str, Tensor]
-    cross: dict[MomentBlock, Tensor]
+    # Tensors, but declared as anything: a check of types would read one from its file.
+    cross: Mapping[MomentBlock, Any]
     layers: dict[str, int] = field(default_factory=dict)
+    held: list[Mapping[str, Any]] = field(default_factory=list)
 
     @classmethod
     def zeros(
@@ -65,9 +80,18 @@ class Moments:
             0,
             {name: zeros(width) for name, width in widths.items()},
             {name: zeros(width) for name, width in widths.items()},
-            {(a, b): zeros(widths[a], widths[b]) for a, b in sorted(blocks)},
+            no_products(widths, blocks),
             dict(layers or {}),
         )
+
+    @property
+    def rows(self) -> int:
+        """Tokens seen."""
+        return self.summed + self.held_rows
+
+    @property
+    def held_rows(self) -> int:
+        return sum(len(next(iter(batch.values()))) for batch in self.held)
 
     def means(self, variables: Iterable[str | Span]) -> Float[Tensor, "p"]:
         """Means of some variables, one after the other.
@@ -75,7 +99,7 @@ class Moments:
         Raises:
             CalibrationError: one was not gathered.
         """
-        return self._vector(self.mean, variables)
+        return vector(self.mean, self._names(variables), self.layers)
 
     def squares(self, variables: Iterable[str | Span]) -> Float[Tensor, "p"]:
         """Centred sums of squares of some variables, one after the other.
@@ -83,7 +107,7 @@ class Moments:
         Raises:
             CalibrationError: one was not gathered.
         """
-        return self._vector(self.square, variables)
+        return vector(self.square, self._names(variables), self.layers)
 
     def gram(self, variables: Iterable[str | Span]) -> Float[Tensor, "p p"]:
         """`XᵀX` of some variables side by side, centred; of one variable it is what is stored, not to be changed.
@@ -98,7 +122,7 @@ class Moments:
         out = torch.empty(places[-1].stop, places[-1].stop, dtype=torch.float64)
         for at, a in enumerate(names):
             for other, b in enumerate(names[: at + 1]):
-                self._fill(out[places[at], places[other]], a, b)
+                fill_product(out[places[at], places[other]], (a, b), self.cross, self.layers)
                 out[places[other], places[at]] = out[places[at], places[other]].T
         return out
 
@@ -115,7 +139,7 @@ class Moments:
         out = torch.empty(down[-1].stop, across[-1].stop, dtype=torch.float64)
         for a, row in zip(rows, down, strict=True):
             for b, column in zip(columns, across, strict=True):
-                self._fill(out[row, column], a, b)
+                fill_product(out[row, column], (a, b), self.cross, self.layers)
         return out
 
     def require(self, blocks: Iterable[MomentBlock]) -> None:
@@ -125,62 +149,47 @@ class Moments:
             CalibrationError: naming the first one that was not gathered.
         """
         for a, b in missing_products(blocks, self.cross, self.layers):
-            raise CalibrationError(
-                f"these moments hold no products of {a} and {b}, which this mapper reads; calibrate with it."
-            )
+            raise CalibrationError(missing_sentence(a, b))
 
     def _names(self, variables: Iterable[str | Span]) -> list[str]:
         return [Extent.of(str(name), self.layers).name(self.layers) for name in variables]
-
-    def _vector(self, stored: dict[str, Tensor], variables: Iterable[str | Span]) -> Float[Tensor, "p"]:
-        parts = []
-        known = {Extent.of(name, self.layers): value for name, value in stored.items()}
-        for name in self._names(variables):
-            whole = Extent.of(name, self.layers)
-            for piece in [whole] if any(extent.covers(whole) for extent in known) else whole.cut(known):
-                held = next((extent for extent in known if extent.covers(piece)), None)
-                if held is None:
-                    raise CalibrationError(f"these moments hold nothing of {name}; calibrate with this mapper.")
-                parts.append(known[held][held.columns(piece, len(known[held]))])
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _places(self, names: list[str]) -> list[slice]:
         ends = list(itertools.accumulate(len(self.means([name])) for name in names))
         return [slice(start, stop) for start, stop in zip([0, *ends], ends, strict=False)]
 
-    def _fill(self, out: Tensor, a: str, b: str) -> None:
-        """Write the product of two variables."""
-        whole = [Extent.of(name, self.layers) for name in (a, b)]
-        for tile in tiles((a, b), self.cross, self.layers):
-            if tile is None:
-                raise CalibrationError(
-                    f"these moments hold no products of {a} and {b}, which this mapper reads; calibrate with it."
-                )
-            held = self.cross[tile.block]
-            first, second = (Extent.of(name, self.layers) for name in tile.block)
-            if tile.swapped:
-                held, first, second = held.T, second, first
-            piece = held[first.columns(tile.first, held.shape[0]), second.columns(tile.second, held.shape[1])]
-            out[whole[0].columns(tile.first, out.shape[0]), whole[1].columns(tile.second, out.shape[1])] = piece
-
-    def add(self, rows: dict[str, Float[Tensor, "N p"]], precision: torch.dtype = torch.float64) -> None:
+    def add(self, rows: Mapping[str, Float[Tensor, "N p"]], precision: torch.dtype = torch.float64) -> None:
         """Add rows of all variables; products run in `precision` on rows centred at their own mean."""
         count = len(next(iter(rows.values())))
         if count == 0:
             return
-        exact = {name: rows[name].double() for name in self.mean}
-        mean = {name: value.mean(dim=0) for name, value in exact.items()}
-        centred = {name: (value - mean[name]).to(precision) for name, value in exact.items()}
-        share = {name: (mean[name] - self.mean[name]) for name in self.mean}
-        weight = self.rows * count / (self.rows + count)
-        for name, delta in share.items():
-            self.square[name] += centred[name].double().square().sum(dim=0) + weight * delta.square()
-        for (a, b), total in self.cross.items():
-            total += centred[a].T @ centred[b]
-            total.addr_(share[a], share[b], alpha=weight)
-        self.rows += count
-        for name, delta in share.items():
-            self.mean[name] += delta * (count / self.rows)
+        self._own()
+        total = self.summed + count
+        weight = math.sqrt(self.summed * count / total)
+        centred = {}
+        for name, before in self.mean.items():
+            mean = rows[name].mean(dim=0, dtype=torch.float64)
+            shift = mean - before
+            # One more row, the weighted difference of means, makes the rank-one update a part of the product.
+            below = torch.cat((rows[name].double() - mean, weight * shift[None]))
+            self.square[name] += below.square().sum(dim=0)
+            before += shift * (count / total)
+            centred[name] = below.to(precision)
+        for (a, b), products in self.cross.items():
+            products += centred[a].T @ centred[b]
+        self.summed = total
+
+    def hold(self, rows: Mapping[str, Float[Tensor, "N p"]], precision: torch.dtype = torch.float64) -> None:
+        """Take rows of all variables, to be added together with others once there are enough for one product."""
+        self.held.append({name: rows[name] for name in self.mean})
+        if self.held_rows >= ROWS_PER_PRODUCT:
+            self.settle(precision)
+
+    def settle(self, precision: torch.dtype = torch.float64) -> None:
+        """Add all rows that are held."""
+        if self.held:
+            self.add({name: torch.cat([batch[name] for batch in self.held]) for name in self.mean}, precision)
+            self.held = []
 
     def merge(self, other: Moments) -> None:
         """Add another set of rows to this one.
@@ -190,40 +199,43 @@ class Moments:
         """
         if self.cross.keys() != other.cross.keys() or self.mean.keys() != other.mean.keys():
             raise CalibrationError("moments of different variables cannot be merged; calibrate both with one mapper.")
-        if other.rows == 0:
-            return
-        total = self.rows + other.rows
-        weight = self.rows * other.rows / total
-        delta = {name: other.mean[name] - self.mean[name] for name in self.mean}
-        for name in self.mean:
-            self.square[name] += other.square[name] + weight * delta[name].square()
-            self.mean[name] += delta[name] * (other.rows / total)
-        for (a, b), block in self.cross.items():
-            block += other.cross[a, b]
-            block.addr_(delta[a], delta[b], alpha=weight)
-        self.rows = total
+        if other.summed:
+            self._own()
+            total = self.summed + other.summed
+            weight = self.summed * other.summed / total
+            delta = {name: other.mean[name] - self.mean[name] for name in self.mean}
+            for name in self.mean:
+                self.square[name] += other.square[name] + weight * delta[name].square()
+                self.mean[name] += delta[name] * (other.summed / total)
+            for (a, b), block in self.cross.items():
+                block += other.cross[a, b]
+                block.addr_(delta[a], delta[b], alpha=weight)
+            self.summed = total
+        for batch in other.held:
+            self.hold(batch)
 
     def clone(self) -> Moments:
+        """A copy in memory that can be added to; held rows, which never change, are shared."""
         return Moments(
-            self.rows,
+            self.summed,
             {name: value.clone() for name, value in self.mean.items()},
             {name: value.clone() for name, value in self.square.items()},
-            {block: value.clone() for block, value in self.cross.items()},
+            {block: value.clone() for block, value in self.cross.items()} if self.summed else self.cross,
             dict(self.layers),
+            list(self.held),
         )
 
+    def _own(self) -> None:
+        """Give products that lie in a file, or nowhere yet, memory of their own, so that they can be added to."""
+        if not isinstance(self.cross, dict):
+            contiguous = torch.contiguous_format
+            self.cross = {block: value.clone(memory_format=contiguous) for block, value in self.cross.items()}
+
     def tensors(self) -> dict[str, Tensor]:
+        """All numbers by name, to be stored; products of no rows are left out."""
         named = {f"mean/{name}": value for name, value in self.mean.items()}
         named |= {f"square/{name}": value for name, value in self.square.items()}
-        return named | {f"cross/{a}/{b}": value for (a, b), value in self.cross.items()}
-
-    @classmethod
-    def from_tensors(cls, rows: int, named: dict[str, Tensor], layers: dict[str, int]) -> Moments:
-        moments = cls(rows, {}, {}, {}, layers)
-        for key, value in named.items():
-            kind, *names = key.split("/")
-            if kind == "cross":
-                moments.cross[names[0], names[1]] = value
-            else:
-                getattr(moments, kind)[names[0]] = value
-        return moments
+        if self.held:
+            named |= {f"held/{name}": torch.cat([batch[name] for batch in self.held]) for name in self.mean}
+        products = self.cross if self.summed else {}
+        return named | {f"cross/{a}/{b}": value for (a, b), value in products.items()}

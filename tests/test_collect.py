@@ -82,12 +82,20 @@ def usual(pair: ModelPair, corpus: Path, tmp_path_factory: pytest.TempPathFactor
     return collected
 
 
+def settled(moments: Moments) -> Moments:
+    """A copy in which no row waits to be added."""
+    copied = moments.clone()
+    copied.settle()
+    return copied
+
+
 def differences(found: CalibrationMoments, expected: CalibrationMoments) -> float:
     """Largest difference of any entry, relative to the spread of its coordinates."""
     worst = 0.0
     assert found.sets.keys() == expected.sets.keys()
-    for at, moments in expected.sets.items():
-        given, spread = found.sets[at], {name: square.sqrt() for name, square in moments.square.items()}
+    for at in expected.sets:
+        given, moments = settled(found.sets[at]), settled(expected.sets[at])
+        spread = {name: square.sqrt() for name, square in moments.square.items()}
         assert given.rows == moments.rows
         assert given.cross.keys() == moments.cross.keys()
         for name, mean in moments.mean.items():
@@ -134,7 +142,7 @@ def test_moments_are_those_of_both_models_states(pair: ModelPair, corpus: Path, 
             for role, model in (("source", pair.source), ("target", pair.target))
             for kind in ("keys", "values")
         }
-        found = usual.sets[name, part]
+        found = settled(usual.sets[name, part])
         assert found.rows == len(numbers) * (span.stop - span.start) == len(read["source.keys"])
         centred = {variable: rows - rows.mean(axis=0) for variable, rows in read.items()}
         for variable, rows in read.items():
@@ -285,19 +293,19 @@ def test_refuses_a_shard_that_is_none(pair: ModelPair, corpus: Path, tmp_path: P
 
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
-    """Let `Moments.add` end the run in its call number `calls`, counted from 1."""
-    add, count = Moments.add, itertools.count(1)
+    """Let `Moments.hold` end the run in its call number `calls`, counted from 1."""
+    hold, count = Moments.hold, itertools.count(1)
 
     def counted(self: Moments, *args: Any) -> None:
         if next(count) == calls:
             raise KeyboardInterrupt
-        add(self, *args)
+        hold(self, *args)
 
-    monkeypatch.setattr(Moments, "add", counted)
+    monkeypatch.setattr(Moments, "hold", counted)
 
 
 def interrupted(pair: ModelPair, config: CalibrationConfig, out: Path, calls: int) -> None:
-    """A run that ended in its call number `calls` of `Moments.add`, of which there are two per batch."""
+    """A run that ended in its call number `calls` of `Moments.hold`, of which there are two per batch."""
     with pytest.MonkeyPatch.context() as patch:
         interrupt(patch, calls)
         with pytest.raises(KeyboardInterrupt):
@@ -333,21 +341,21 @@ from kvbridge.calibration import CalibrationConfig, Moments, calibrate
 from tiny_pair import tiny_pair
 
 config, blocks, out, calls = CalibrationConfig(**json.loads(sys.argv[2])), json.loads(sys.argv[3]), *sys.argv[4:]
-add, count = Moments.add, itertools.count(1)
+hold, count = Moments.hold, itertools.count(1)
 
 def killed(self, *args):
-    add(self, *args)
+    hold(self, *args)
     if next(count) == int(calls):
         os.kill(os.getpid(), signal.SIGKILL)
 
-Moments.add = killed
+Moments.hold = killed
 if calibrate(tiny_pair(torch.float64), config, frozenset(map(tuple, blocks)), Path(out)) is None:
     print("contributed")
 """
 
 
 def launch(prefix: list[str], config: CalibrationConfig, out: Path, calls: int = 0) -> subprocess.CompletedProcess[str]:
-    """Calibrate in processes of their own; a process kills itself in its call number `calls` of `Moments.add`."""
+    """Calibrate in processes of their own; a process kills itself in its call number `calls` of `Moments.hold`."""
     script = out.parent / "killed.py"
     script.write_text(KILLED)
     arguments = [
@@ -473,19 +481,20 @@ def test_refuses_to_merge_shards_of_other_settings(pair: ModelPair, corpus: Path
 def test_memory_does_not_grow_with_tokens(
     pair: ModelPair, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tensors alive while the third and the last batch are added."""
-    add, held = Moments.add, []
+    """Tensors alive while the third and the last batch are taken, of which every second one makes a product."""
+    hold, held = Moments.hold, []
 
     def measured(self: Moments, *args: Any) -> None:
-        if len(held) in (2 * CALLS_PER_BATCH, CALLS_PER_BATCH * FIT - CALLS_PER_BATCH):
+        if len(held) in (2 * CALLS_PER_BATCH, CALLS_PER_BATCH * FIT - 2 * CALLS_PER_BATCH):
             gc.collect()
             alive = [one for one in gc.get_objects() if type(one) is Tensor]
             held.append((len(alive), sum(one.untyped_storage().nbytes() for one in alive)))
         else:
             held.append(None)
-        add(self, *args)
+        hold(self, *args)
 
-    monkeypatch.setattr(Moments, "add", measured)
+    monkeypatch.setattr(Moments, "hold", measured)
+    monkeypatch.setattr("kvbridge.calibration.moments.ROWS_PER_PRODUCT", 8)
     calibrate(pair, settings_of(corpus, held_out=0.0), BLOCKS, tmp_path)
     early, late = (entry for entry in held if entry is not None)
     assert early == late
@@ -528,11 +537,12 @@ def test_shuffled_pairing_gives_the_target_another_document(
 ) -> None:
     shuffled = calibrate(pair, settings_of(corpus, pairing="shuffled", batch=batch), BLOCKS, tmp_path)
     assert shuffled is not None
-    for at, moments in usual.sets.items():
+    for at in usual.sets:
+        given, moments = settled(shuffled.sets[at]), settled(usual.sets[at])
         # Both models read the same blocks in all, so that only what joins them differs.
         for variable in CACHE_VARIABLES:
-            torch.testing.assert_close(shuffled.sets[at].mean[variable], moments.mean[variable], rtol=0, atol=1e-8)
-        joined, apart = (s.sets[at].cross["source.keys", "target.keys"] for s in (usual, shuffled))
+            torch.testing.assert_close(given.mean[variable], moments.mean[variable], rtol=0, atol=1e-8)
+        joined, apart = (one.cross["source.keys", "target.keys"] for one in (moments, given))
         assert (joined - apart).abs().max() > 0.1 * joined.abs().max()
     own = ("source.keys", "source.values")
     torch.testing.assert_close(shuffled.sets["fit", "rest"].cross[own], usual.sets["fit", "rest"].cross[own])

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvbridge.calibration import CalibrationMoments, Moments
 from kvbridge.calibration.moments import PARTS
+from kvbridge.calibration.tensorfile import TensorFile
 from kvbridge.errors import CalibrationError
 
 WIDTHS = {"source.keys": 5, "source.values": 3, "target.keys": 4}
@@ -142,6 +143,16 @@ def test_only_the_wanted_products_are_kept() -> None:
     assert {tensor.dtype for tensor in moments.tensors().values()} == {torch.float64}
 
 
+def test_products_of_no_rows_take_no_memory(tmp_path: Path) -> None:
+    moments = Moments.zeros({"a": 10**6}, [("a", "a")])
+    assert moments.gram(["a"]).untyped_storage().nbytes() == 8
+    sets = {(split, part): moments.clone() for split in ("fit", "held_out") for part in PARTS}
+    CalibrationMoments(sets, {"identity": {}}).save(tmp_path / "moments.safetensors")
+    loaded = CalibrationMoments.load(tmp_path / "moments.safetensors")
+    loaded.require([("a", "a")])
+    assert loaded.sets["fit", "rest"].gram(["a"]).shape == (10**6, 10**6)
+
+
 def test_no_rows_change_nothing() -> None:
     moments = collect(make_rows(9), [])
     before = moments.clone()
@@ -233,7 +244,8 @@ def test_refuses_a_damaged_file(calibration: CalibrationMoments, tmp_path: Path,
     else:
         save_file({"weight": torch.zeros(2)}, path, metadata={"info": "{}", "rows": "{}"})
     with pytest.raises(
-        CalibrationError, match=r"moments\.safetensors is damaged or holds no moments \(.+\); delete it and calibrate"
+        CalibrationError,
+        match=r"moments\.safetensors is damaged or holds something else \(.+\); delete it and calibrate",
     ):
         CalibrationMoments.load(path)
 
@@ -242,8 +254,23 @@ def _drop_mean(named: dict[str, torch.Tensor]) -> None:
     del named["fit/rest/mean/a"]
 
 
-def _spoil(named: dict[str, torch.Tensor]) -> None:
-    named["fit/rest/square/a"][0] = torch.nan
+def _spoil(name: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(named: dict[str, torch.Tensor]) -> None:
+        named[name].view(-1)[0] = torch.nan
+
+    return change
+
+
+def _reshape(named: dict[str, torch.Tensor]) -> None:
+    named["fit/rest/cross/a/a"] = torch.zeros(2, 3)
+
+
+def _drop_products(named: dict[str, torch.Tensor]) -> None:
+    del named["held_out/rest/cross/a/a"]
+
+
+def _shorten(named: dict[str, torch.Tensor]) -> None:
+    named["fit/first/held/a"] = torch.zeros(3, 1)
 
 
 def _drop_set(named: dict[str, torch.Tensor]) -> None:
@@ -251,22 +278,118 @@ def _drop_set(named: dict[str, torch.Tensor]) -> None:
         del named[key]
 
 
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A file of moments of one variable, with rows held in one part."""
+    sets = {(split, part): Moments.zeros({"a": 2}, [("a", "a")]) for split in ("fit", "held_out") for part in PARTS}
+    for split in ("fit", "held_out"):
+        sets[split, "rest"].add({"a": torch.eye(2)})
+    sets["fit", "first"].hold({"a": torch.ones(3, 2)})
+    CalibrationMoments(sets, {"identity": {}}).save(tmp_path / "moments.safetensors")
+    return tmp_path / "moments.safetensors"
+
+
+def change_file(path: Path, change: Callable[[dict[str, torch.Tensor]], None], *, checksums: bool) -> None:
+    with safe_open(path, "pt") as file:
+        named = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+        metadata = file.metadata()
+    change(named)
+    if not checksums:
+        del metadata["crc32"]
+    save_file(named, path, metadata=metadata)
+
+
 @pytest.mark.parametrize(
-    ("change", "reason"),
-    [(_drop_mean, "fit/rest lacks a variable"), (_spoil, "fit/rest holds NaN"), (_drop_set, "held_out")],
-    ids=["no-mean", "nan", "no-set"],
+    ("change", "checksums", "reason"),
+    [
+        (_drop_mean, True, "fit/rest lacks a variable"),
+        (_spoil("fit/rest/square/a"), True, "fit/rest/square/a has another checksum"),
+        (_spoil("fit/rest/square/a"), False, "fit/rest/square/a holds NaN"),
+        (_reshape, True, "fit/rest has a block of another shape"),
+        (_drop_products, True, "held_out/rest lacks a block"),
+        (_shorten, True, "fit/first lacks rows of a variable"),
+        (_drop_set, True, "held_out/first lacks"),
+    ],
+    ids=["no-mean", "checksum", "nan", "shape", "no-products", "held", "no-set"],
 )
 def test_moments_that_lost_a_part_are_refused(
-    tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], None], reason: str
+    small: Path, change: Callable[[dict[str, torch.Tensor]], None], checksums: bool, reason: str
 ) -> None:
-    sets = {(split, part): Moments.zeros({"a": 2}, [("a", "a")]) for split in ("fit", "held_out") for part in PARTS}
-    whole = CalibrationMoments(sets, {"identity": {}})
+    assert CalibrationMoments.load(small).sets["fit", "first"].rows == 3
+    change_file(small, change, checksums=checksums)
+    with pytest.raises(CalibrationError, match=rf"damaged or holds something else \(.*{reason}"):
+        CalibrationMoments.load(small)
+
+
+@pytest.mark.parametrize(
+    ("checksums", "reason"), [(True, "another checksum"), (False, "NaN or infinite")], ids=["checksum", "nan"]
+)
+def test_damaged_products_are_refused_when_they_are_used(small: Path, checksums: bool, reason: str) -> None:
+    change_file(small, _spoil("fit/rest/cross/a/a"), checksums=checksums)
+    loaded = CalibrationMoments.load(small)
+    assert torch.equal(loaded.sets["held_out", "rest"].gram(["a"]), torch.eye(2).double() - 0.5)
+    with pytest.raises(CalibrationError, match=rf"{small} is damaged .*fit/rest/cross/a/a (has|holds) {reason}"):
+        loaded.sets["fit", "rest"].gram(["a"])
+
+
+def test_only_what_is_used_is_read(
+    calibration: CalibrationMoments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, read = tmp_path / "moments.safetensors", []
+    calibration.save(path)
+    loaded, plain = CalibrationMoments.load(path), TensorFile.read
+    monkeypatch.setattr(TensorFile, "read", lambda self, name: (read.append(name), plain(self, name))[1])
+    loaded.require(BLOCKS)
+    assert read == []
+    fit = loaded.select("fit", first=False)
+    expected = calibration.sets["fit", "rest"]
+    assert torch.equal(fit.gram(["source.keys"]), expected.cross["source.keys", "source.keys"])
+    assert read == ["fit/rest/cross/source.keys/source.keys"]
+
+
+def test_what_was_loaded_can_be_added_to_and_leaves_its_file_alone(
+    calibration: CalibrationMoments, tmp_path: Path
+) -> None:
     path = tmp_path / "moments.safetensors"
-    whole.save(path)
-    assert CalibrationMoments.load(path).sets.keys() == sets.keys()
-    with safe_open(path, "pt") as file:
-        named, metadata = {key: file.get_tensor(key) for key in file.keys()}, file.metadata()  # noqa: SIM118
-    change(named)
-    save_file(named, path, metadata=metadata)
-    with pytest.raises(CalibrationError, match=rf"damaged or holds no moments \(.*{reason}"):
-        CalibrationMoments.load(path)
+    calibration.save(path)
+    before, loaded = path.read_bytes(), CalibrationMoments.load(path)
+    loaded.merge(CalibrationMoments.load(path))
+    loaded.sets["fit", "rest"].add(make_rows(5))
+    twice = [calibration.sets["fit", "rest"], calibration.sets["fit", "rest"].clone()]
+    twice[0].merge(twice[1])
+    twice[0].add(make_rows(5))
+    assert_equal(loaded.sets["fit", "rest"], twice[0], 1e-12)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("enough", [1, 4, 10, 100])
+def test_rows_that_are_held_count_as_those_that_were_added(enough: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvbridge.calibration.moments.ROWS_PER_PRODUCT", enough)
+    rows, moments = make_rows(23), Moments.zeros(WIDTHS, BLOCKS)
+    for start in range(0, 23, 3):
+        moments.hold(cut(rows, start, start + 3))
+    assert moments.rows == 23
+    assert moments.held_rows < enough
+    moments.settle()
+    assert (moments.rows, moments.held_rows) == (23, 0)
+    assert_equal(moments, reference(rows), 1e-10)
+
+
+@pytest.mark.parametrize("enough", [4, 100])
+def test_held_rows_are_stored_merged_and_selected(
+    calibration: CalibrationMoments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enough: int
+) -> None:
+    monkeypatch.setattr("kvbridge.calibration.moments.ROWS_PER_PRODUCT", enough)
+    first = Moments.zeros(WIDTHS, BLOCKS)
+    first.hold(make_rows(3, seed=7))
+    calibration.sets["fit", "first"] = first
+    calibration.save(tmp_path / "moments.safetensors")
+    loaded = CalibrationMoments.load(tmp_path / "moments.safetensors")
+    assert loaded.sets["fit", "first"].held_rows == 3
+    joined = {name: torch.cat((make_rows(3, 7)[name], make_rows(10, 1)[name])) for name in WIDTHS}
+    assert_equal(loaded.select("fit", first=True), reference(joined), 1e-10)
+    loaded.merge(CalibrationMoments.load(tmp_path / "moments.safetensors"))
+    merged = loaded.sets["fit", "first"]
+    assert (merged.rows, merged.held_rows) == (6, 0 if enough == 4 else 6)
+    merged.settle()
+    assert_equal(merged, reference({name: value.repeat(2, 1) for name, value in make_rows(3, 7).items()}), 1e-10)
