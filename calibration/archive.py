@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from kvbridge.calibration.moments import PARTS, Moments, no_products
 from kvbridge.calibration.products import MomentBlock
 from kvbridge.calibration.tensorfile import StoredTensors, TensorFile, damaged, write_tensors
 from kvbridge.errors import CalibrationError
-from kvbridge.pair import ModelPair
+from kvbridge.pair import Pair, require_identity
 
 MOMENTS = "moments.safetensors"
 
@@ -41,14 +41,14 @@ class CalibrationMoments:
         both.settle()
         return both
 
-    def require_pair(self, pair: ModelPair) -> None:
+    def require_pair(self, pair: Pair) -> None:
         """Refuse moments of another pair.
 
         Raises:
             PairMismatchError: naming both fingerprints.
         """
         stored = self.info["identity"].items()
-        pair.require({key.removeprefix("pair."): value for key, value in stored}, "this calibration")
+        require_identity(pair, {key.removeprefix("pair."): value for key, value in stored}, "this calibration")
 
     def require(self, blocks: Iterable[MomentBlock]) -> None:
         """Refuse to go on without the cross moments that a mapper reads.
@@ -98,6 +98,26 @@ class CalibrationMoments:
         return loaded
 
 
+def side_by_side(parts: list[CalibrationMoments]) -> CalibrationMoments:
+    """Stored moments of different variables over the same rows as one; products stay in their files."""
+    sets = {}
+    for at, one in parts[0].sets.items():
+        others = [part.sets[at] for part in parts]
+        mean = {name: value for other in others for name, value in other.mean.items()}
+        square = {name: value for other in others for name, value in other.square.items()}
+        places = {block: place for other in others for block, place in _places(other.cross).items()}
+        held = {name: place for other in others for batch in other.held for name, place in _places(batch).items()}
+        widths = {name: len(value) for name, value in mean.items()}
+        cross = StoredTensors(places) if one.summed else no_products(widths, (b for o in others for b in o.cross))
+        sets[at] = Moments(one.summed, mean, square, cross, dict(one.layers), [StoredTensors(held)] if held else [])
+    info = parts[0].info | {"seconds": sum(part.info["seconds"] for part in parts)}
+    return CalibrationMoments(sets, info)
+
+
+def _places(stored: Mapping[Any, Any]) -> dict[Any, tuple[TensorFile, str]]:
+    return stored.places if isinstance(stored, StoredTensors) else {}
+
+
 def _stored(file: TensorFile, at: str) -> Moments:
     """The moments of one split and part, their products still in the file.
 
@@ -125,7 +145,9 @@ def _stored(file: TensorFile, at: str) -> Moments:
         rows,
         {variable: file.read(name).clone() for variable, name in names["mean"].items()},
         {variable: file.read(name).clone() for variable, name in names["square"].items()},
-        StoredTensors(file, names["cross"]) if rows or not blocks else no_products(widths, blocks),
+        StoredTensors({block: (file, name) for block, name in names["cross"].items()})
+        if rows or not blocks
+        else no_products(widths, blocks),
         file.described("layers", {}),
-        [StoredTensors(file, names["held"])] if held else [],
+        [StoredTensors({variable: (file, name) for variable, name in names["held"].items()})] if held else [],
     )

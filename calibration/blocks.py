@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import tempfile
 from collections.abc import Iterator
@@ -46,6 +47,25 @@ class BlockSet:
 
     def __len__(self) -> int:
         return len(self.split)
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of all tokens and of how they are split."""
+        hasher = hashlib.sha256(f"{self.tokens.shape}".encode())
+        hasher.update(self.tokens)
+        hasher.update(self.split)
+        return hasher.hexdigest()[:16]
+
+    def partner(self, number: int, pairing: str) -> int:
+        """The block that the target reads where the source reads block `number`.
+
+        It is the same one, or for a pairing that is `shuffled` the next of the same split, cyclically: of another
+        document, where each gives one.
+        """
+        if pairing == "same":
+            return number
+        after = np.roll(self.split == self.split[number], -number - 1)
+        return int((number + 1 + after.argmax()) % len(self))
 
     def batch(self, indices: list[int]) -> torch.Tensor:
         """Token ids `[B, T]` of the blocks at `indices`."""

@@ -13,7 +13,7 @@ from kvbridge.calibration.corpus import Corpus, CorpusConfig
 from kvbridge.calibration.products import MomentBlock, missing_products, plain_blocks
 from kvbridge.calibration.rows import layer_counts
 from kvbridge.errors import CalibrationError, UsageError
-from kvbridge.pair import ModelPair
+from kvbridge.pair import Pair, pair_identity
 
 PRECISIONS = {"float32": torch.float32, "float64": torch.float64}
 PAIRINGS = ("same", "shuffled")
@@ -33,6 +33,11 @@ class CalibrationConfig(CorpusConfig):
         checkpoint_seconds: time between checkpoints.
         pairing: `same` reads each block with both models; `shuffled`, a control, gives the target another block, of
             another document where each gives one, so that nothing but averages can be learned.
+        stage: leave the states of each model, read alone, on disk before they are summed: `true` for the folder
+            `staged` beside the moments, or a folder.
+        keep_staged: keep them afterwards, for other mappers' moments of the same text.
+        memory_gb: memory for the sums of staged states, in 10⁹ bytes; they are summed in passes over target layers
+            where they take more. No limit by default.
         shard: `i/n` collects the i-th of n parts only; without it complete shards are merged, or all is collected.
     """
 
@@ -44,6 +49,9 @@ class CalibrationConfig(CorpusConfig):
     precision: str = "float32"
     checkpoint_seconds: float = 120.0
     pairing: str = "same"
+    stage: bool | str = False
+    keep_staged: bool = False
+    memory_gb: float | None = None
     shard: str | None = None
 
     def __post_init__(self) -> None:
@@ -53,18 +61,23 @@ class CalibrationConfig(CorpusConfig):
             raise UsageError(f"calibration.pairing={self.pairing}: expected one of {', '.join(PAIRINGS)}.")
         if self.seed < 0:
             raise UsageError(f"calibration.seed={self.seed}: expected 0 or more.")
+        if self.memory_gb is not None and not (self.stage and self.memory_gb > 0):
+            raise UsageError(
+                f"calibration.memory_gb={self.memory_gb:g}: expected more than 0, and states that are staged; add "
+                "calibration.stage=true."
+            )
+        if self.keep_staged and not self.stage:
+            raise UsageError("calibration.keep_staged=true keeps staged states; add calibration.stage=true.")
         if self.batch < 1:
             raise UsageError(f"calibration.batch={self.batch}: expected 1 or more blocks per forward pass.")
 
 
-def identity(
-    pair: ModelPair, corpus: Corpus, config: CalibrationConfig, blocks: Iterable[MomentBlock]
-) -> dict[str, Any]:
+def identity(pair: Pair, corpus: Corpus, config: CalibrationConfig, blocks: Iterable[MomentBlock]) -> dict[str, Any]:
     """All that decides the moments' values; two runs may share moments if these are equal."""
-    gathered = plain_blocks(blocks, layer_counts(pair.source.geometry, pair.target.geometry))
+    gathered = plain_blocks(blocks, layer_counts(pair.geometry("source"), pair.geometry("target")))
     return {
-        **{f"pair.{part}": value for part, value in pair.identity().items()},
-        "pair.dtype": f"{pair.source.dtype}/{pair.target.dtype}",
+        **{f"pair.{part}": value for part, value in pair_identity(pair).items()},
+        "pair.dtype": f"{pair.dtype('source')}/{pair.dtype('target')}",
         "calibration.corpus": corpus.fingerprint,
         "calibration.text_field": config.text_field,
         "calibration.tokens": config.tokens,

@@ -42,6 +42,9 @@ class Extent:
             raise UsageError(f"{name!r} is no span of layers; write target.keys, or target.keys[0:5] for five.")
         return cls(found[1], int(found[2] or 0), int(found[3] or layers.get(found[1], UNKNOWN_END)))
 
+    def __len__(self) -> int:
+        return self.stop - self.start
+
     def name(self, layers: Mapping[str, int]) -> str:
         """The name by which moments know it: without brackets where it is all layers."""
         if self.start == 0 and self.stop == layers.get(self.variable, UNKNOWN_END):
@@ -70,7 +73,7 @@ class Extent:
                 f"these moments do not say how many layers {self.variable} has, so layers {piece.start} … "
                 f"{piece.stop - 1} cannot be cut out; calibrate anew."
             )
-        one = width // (self.stop - self.start)
+        one = width // len(self)
         return slice((piece.start - self.start) * one, (piece.stop - self.start) * one)
 
 

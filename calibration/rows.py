@@ -20,8 +20,6 @@ from kvbridge.geometry import KVGeometry
 from kvbridge.model import KVModel
 from kvbridge.variables import VARIABLES, Span
 
-ROLES = ("source", "target")
-
 
 def layer_counts(source: KVGeometry, target: KVGeometry) -> dict[str, int]:
     """How many layers each variable has."""
@@ -45,6 +43,11 @@ def residual_layers(names: Iterable[str], layers: Mapping[str, int]) -> tuple[in
     """Layers of the target whose residual stream the variables read."""
     spans = (Span.parse(name, layers[name.partition("[")[0]]) for name in names if "residual" in name)
     return tuple(sorted({layer for span in spans for layer in span.layers}))
+
+
+def cache_names(role: str) -> list[str]:
+    """Names of a model's keys and values of all layers."""
+    return [f"{role}.{kind}" for kind in KINDS]
 
 
 def residual_name(layer: int) -> str:

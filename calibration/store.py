@@ -15,7 +15,7 @@ from kvbridge.calibration.config import CalibrationConfig, identity, require_sam
 from kvbridge.calibration.products import MomentBlock
 from kvbridge.errors import CalibrationError
 from kvbridge.fingerprint import digest
-from kvbridge.pair import ModelPair
+from kvbridge.pair import Pair
 from kvbridge.processes import process_state
 
 
@@ -29,7 +29,7 @@ def _holds(path: Path, wanted: dict[str, Any]) -> bool:
     return True
 
 
-def moments_folder(pair: ModelPair, config: CalibrationConfig, blocks: frozenset[MomentBlock], store: Path) -> Path:
+def moments_folder(pair: Pair, config: CalibrationConfig, blocks: frozenset[MomentBlock], store: Path) -> Path:
     """Where the moments of a calibration lie in `store`, finished or not.
 
     Finished moments with more blocks than wanted serve as well; otherwise the folder is `store/FINGERPRINT`.
@@ -46,7 +46,7 @@ def moments_folder(pair: ModelPair, config: CalibrationConfig, blocks: frozenset
 
 
 def calibrate_once(
-    pair: ModelPair, config: CalibrationConfig, blocks: frozenset[MomentBlock], folder: Path
+    pair: Pair, config: CalibrationConfig, blocks: frozenset[MomentBlock], folder: Path
 ) -> CalibrationMoments | None:
     """`calibrate` in a folder that other runs may want at the same time: one collects and the others wait.
 

@@ -98,19 +98,21 @@ class TensorFile:
 
 
 class StoredTensors(Mapping[Key, Tensor], Generic[Key]):
-    """Some tensors of a file by keys of one's own; each is read when it is used."""
+    """Some tensors of files by keys of one's own; each is read when it is used."""
 
-    def __init__(self, file: TensorFile, names: Mapping[Key, str]) -> None:
-        self._file, self._names = file, dict(names)
+    def __init__(self, places: Mapping[Key, tuple[TensorFile, str]]) -> None:
+        """Remember where each tensor lies: its file, and its name there."""
+        self.places = dict(places)
 
     def __getitem__(self, key: Key) -> Tensor:
-        return self._file.read(self._names[key])
+        file, name = self.places[key]
+        return file.read(name)
 
     def __iter__(self) -> Iterator[Key]:
-        return iter(self._names)
+        return iter(self.places)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self.places)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._names
+        return key in self.places

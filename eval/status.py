@@ -23,7 +23,10 @@ from kvbridge.processes import process_state
 
 STATUS = "status.json"
 # Settings that change neither what is computed nor its outcome.
-INDIFFERENT = ("out", "moments_store", "logger", "experiment", "calibration.checkpoint_seconds", "calibration.shard")
+INDIFFERENT = (
+    *("out", "moments_store", "logger", "experiment"),
+    *(f"calibration.{name}" for name in ("checkpoint_seconds", "shard", "keep_staged", "memory_gb")),
+)
 
 
 def write_status(folder: Path, state: str, settings: dict[str, Any], **more: Any) -> None:

@@ -2,23 +2,100 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
+from transformers import PreTrainedTokenizerBase
 
 from kvbridge import embedded
+from kvbridge.checkpoint import (
+    DTYPES,
+    check_location,
+    config_geometry,
+    load_config,
+    load_model,
+    load_tokenizer,
+    resolve_device,
+)
 from kvbridge.errors import PairMismatchError, UsageError
 from kvbridge.fingerprint import digest, fingerprint_tokenizer
+from kvbridge.geometry import KVGeometry
 from kvbridge.model import KVModel
-from kvbridge.processes import process_state
 
 EMBEDDED = "embedded"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ROLES = ("source", "target")
+
+
+@runtime_checkable
+class Pair(Protocol):
+    """What can be known of a pair one model at a time; each role is `source` or `target`."""
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase: ...
+
+    @property
+    def tokenizer_fingerprint(self) -> str: ...
+
+    def geometry(self, role: str) -> KVGeometry:
+        """Shape of a model's KV cache."""
+        ...
+
+    def dtype(self, role: str) -> torch.dtype:
+        """What a model computes in."""
+        ...
+
+    def fingerprint(self, role: str) -> str:
+        """Digest of a model's weights."""
+        ...
+
+    def load(self, role: str) -> KVModel:
+        """A model, ready to be run."""
+        ...
+
+
+def pair_identity(pair: Pair) -> dict[str, str]:
+    """The fingerprints by which a bridge or moments recognise their pair."""
+    models = {
+        name: value
+        for role in ROLES
+        for name, value in (
+            (role, pair.fingerprint(role)),
+            (f"{role} geometry", digest(pair.geometry(role).to_dict())),
+        )
+    }
+    return models | {"tokenizer": pair.tokenizer_fingerprint}
+
+
+def require_identity(pair: Pair, identity: dict[str, str], what: str) -> None:
+    """Refuse something that was made for another pair.
+
+    Raises:
+        PairMismatchError: naming both fingerprints of each part that differs.
+    """
+    mine = pair_identity(pair)
+    differing = [
+        f"{part} {identity.get(part, 'missing')} where this pair has {mine[part]}"
+        for part in mine
+        if identity.get(part) != mine[part]
+    ]
+    if differing:
+        raise PairMismatchError(
+            f"{what} was made for another pair: {'; '.join(differing)}. "
+            "Load the pair it names, or calibrate and fit anew."
+        )
+
+
+def require_length(pair: Pair, tokens: int, setting: str) -> None:
+    """Refuse sequences that one of the models was not made for.
+
+    Raises:
+        UsageError: naming the setting that asks for them.
+    """
+    longest = min(pair.geometry(role).max_positions for role in ROLES)
+    if tokens > longest:
+        raise UsageError(f"{setting}={tokens}: this pair was made for up to {longest} tokens; give fewer.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +125,24 @@ class ModelPair:
         Raises:
             UsageError: naming the setting that asks for them.
         """
-        if tokens > self.max_positions:
-            raise UsageError(
-                f"{setting}={tokens}: this pair was made for up to {self.max_positions} tokens; give fewer."
-            )
+        require_length(self, tokens, setting)
 
     def identity(self) -> dict[str, str]:
         """The fingerprints by which a bridge or moments recognise their pair."""
-        return {
-            "source": self.source.fingerprint,
-            "source geometry": digest(self.source.geometry.to_dict()),
-            "target": self.target.fingerprint,
-            "target geometry": digest(self.target.geometry.to_dict()),
-            "tokenizer": self.tokenizer_fingerprint,
-        }
+        return pair_identity(self)
+
+    def load(self, role: str) -> KVModel:
+        """One of the two models."""
+        return self.source if role == "source" else self.target
+
+    def geometry(self, role: str) -> KVGeometry:
+        return self.load(role).geometry
+
+    def dtype(self, role: str) -> torch.dtype:
+        return self.load(role).dtype
+
+    def fingerprint(self, role: str) -> str:
+        return self.load(role).fingerprint
 
     def describe(self) -> dict[str, Any]:
         """What results and artifacts record of the pair."""
@@ -83,64 +164,7 @@ class ModelPair:
         Raises:
             PairMismatchError: naming both fingerprints of each part that differs.
         """
-        mine = self.identity()
-        differing = [
-            f"{part} {identity.get(part, 'missing')} where this pair has {mine[part]}"
-            for part in mine
-            if identity.get(part) != mine[part]
-        ]
-        if differing:
-            raise PairMismatchError(
-                f"{what} was made for another pair: {'; '.join(differing)}. "
-                "Load the pair it names, or calibrate and fit anew."
-            )
-
-
-def _load_model(location: str, revision: str | None, dtype: torch.dtype, device: str, trust: bool) -> KVModel:
-    arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa", "trust_remote_code": trust}
-    if device != "cpu":
-        arguments["device_map"] = {"": device}
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            location, revision=revision, use_safetensors=True, output_loading_info=True, **arguments
-        )
-        model, report = loaded
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise UsageError(f"no model could be loaded from {location!r}: {first_line}") from error
-    finally:
-        if bars:
-            transformers_logging.enable_progress_bar()
-    if report["missing_keys"]:
-        missing = sorted(report["missing_keys"])
-        raise UsageError(
-            f"the checkpoint {location!r} lacks {len(missing)} weights ({', '.join(missing[:3])}), "
-            "which would be random; download or save it again."
-        )
-    return KVModel.wrap(model, name=location, revision=getattr(model.config, "_commit_hash", None) or revision)
-
-
-def _load_tokenizer(location: str, revision: str | None, trust: bool) -> PreTrainedTokenizerBase:
-    try:
-        return AutoTokenizer.from_pretrained(location, revision=revision, trust_remote_code=trust)
-    except (OSError, ValueError) as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise UsageError(f"no tokenizer could be loaded from {location!r}: {first_line}") from error
-
-
-def _resolve_device(device: str) -> str:
-    """The device of this process; `auto` is the one that accelerate gives it."""
-    if device == "auto":
-        return str(process_state().device)
-    try:
-        torch.device(device)
-    except RuntimeError as error:
-        raise UsageError(f"pair.device={device}: expected cpu, cuda, cuda:N or auto.") from error
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise UsageError(f"pair.device={device}: no CUDA device is available here; use pair.device=cpu.")
-    return device
+        require_identity(self, identity, what)
 
 
 def _shown(name: str) -> str:
@@ -151,13 +175,120 @@ def _shown(name: str) -> str:
     return location.name if location.exists() else name
 
 
-def _check_location(role: str, location: str) -> None:
-    looks_local = location.startswith((".", "/", "~")) or location.count("/") > 1
-    folder = Path(location).expanduser()
-    if looks_local and not (folder / "config.json").is_file():
-        raise UsageError(
-            f"pair.{role}={location}: no such model folder (a folder with config.json and safetensors was expected)."
+@dataclass(slots=True)
+class PairLoader:
+    """A pair whose tokenizers were compared and whose models are loaded when they are needed, and kept by nobody here.
+
+    Attributes:
+        locations: folder or hub id per role.
+        revisions: hub revision per role.
+        dtype_name: `float32`, `bfloat16` or `float16`.
+        device: where models are loaded.
+        trust_remote_code: run code that comes with a checkpoint.
+        tokenizer: the target's tokenizer; the source's gives the same ids.
+        tokenizer_fingerprint: digest of vocabulary, merges, special tokens and normaliser.
+    """
+
+    locations: dict[str, str]
+    revisions: dict[str, str | None]
+    dtype_name: str
+    device: str
+    trust_remote_code: bool
+    tokenizer: PreTrainedTokenizerBase
+    tokenizer_fingerprint: str
+    _fingerprints: dict[str, str] = field(default_factory=dict)
+    _geometries: dict[str, KVGeometry] = field(default_factory=dict)
+
+    def load(self, role: str) -> KVModel:
+        """Load one model.
+
+        Raises:
+            UsageError: there is no complete checkpoint.
+            UnsupportedModelError: its cache cannot be carried.
+        """
+        model = load_model(
+            self.locations[role], self.revisions[role], DTYPES[self.dtype_name], self.device, self.trust_remote_code
         )
+        self._fingerprints[role], self._geometries[role] = model.fingerprint, model.geometry
+        return model
+
+    def geometry(self, role: str) -> KVGeometry:
+        """Shape of a model's KV cache, from its config where it was not loaded yet."""
+        if role not in self._geometries:
+            config = load_config(self.locations[role], self.revisions[role], self.trust_remote_code)
+            self._geometries[role] = config_geometry(config, self.trust_remote_code)
+        return self._geometries[role]
+
+    def dtype(self, role: str) -> torch.dtype:
+        return DTYPES[self.dtype_name]
+
+    def fingerprint(self, role: str) -> str:
+        """Digest of a model's weights; it is loaded for that where it was not yet."""
+        if role not in self._fingerprints:
+            self.load(role)
+        return self._fingerprints[role]
+
+    def both(self) -> ModelPair:
+        """Load the two models."""
+        return ModelPair(self.load("source"), self.load("target"), self.tokenizer, self.tokenizer_fingerprint)
+
+
+def open_pair(
+    source: str,
+    target: str | None = None,
+    *,
+    source_revision: str | None = None,
+    target_revision: str | None = None,
+    dtype: str = "bfloat16",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+) -> PairLoader:
+    """Check a pair and load its tokenizers, but none of its models yet; the arguments are those of `load_pair`.
+
+    Args:
+        source: the small model, or `embedded` for both models.
+        target: the large model.
+        source_revision: hub revision of the source.
+        target_revision: hub revision of the target.
+        dtype: `float32`, `bfloat16` or `float16`.
+        device: a torch device, or `auto` for the one that accelerate gives this process.
+        trust_remote_code: run code that comes with a checkpoint; off unless asked for.
+
+    Raises:
+        UsageError: a folder, dtype or device does not exist.
+        PairMismatchError: the two models have different tokenizers.
+    """
+    if dtype not in DTYPES:
+        raise UsageError(f"pair.dtype={dtype}: expected one of {', '.join(DTYPES)}.")
+    device = resolve_device(device)
+    if source == EMBEDDED:
+        if target:
+            raise UsageError(f"pair.source={EMBEDDED} brings its own target; {target} needs a source of its own.")
+        source, target = str(embedded.SOURCE), str(embedded.TARGET)
+    if not target:
+        raise UsageError(f"pair.target is missing for pair.source={source}: give two models, or the word {EMBEDDED}.")
+    for role, location in (("source", source), ("target", target)):
+        check_location(role, location)
+    source, target = (str(Path(at).expanduser()) if Path(at).expanduser().exists() else at for at in (source, target))
+    tokenizers = [
+        load_tokenizer(source, source_revision, trust_remote_code),
+        load_tokenizer(target, target_revision, trust_remote_code),
+    ]
+    prints = [fingerprint_tokenizer(tokenizer) for tokenizer in tokenizers]
+    if prints[0] != prints[1]:
+        raise PairMismatchError(
+            f"source {source} and target {target} have different tokenizers ({prints[0]} and {prints[1]}); "
+            "a cache can only be carried token by token, so take two models of one family."
+        )
+    return PairLoader(
+        {"source": source, "target": target},
+        {"source": source_revision, "target": target_revision},
+        dtype,
+        device,
+        trust_remote_code,
+        tokenizers[1],
+        prints[1],
+    )
 
 
 def load_pair(
@@ -186,31 +317,12 @@ def load_pair(
         PairMismatchError: the two models have different tokenizers.
         UnsupportedModelError: a model's cache cannot be carried.
     """
-    if dtype not in DTYPES:
-        raise UsageError(f"pair.dtype={dtype}: expected one of {', '.join(DTYPES)}.")
-    device = _resolve_device(device)
-    if source == EMBEDDED:
-        if target:
-            raise UsageError(f"pair.source={EMBEDDED} brings its own target; {target} needs a source of its own.")
-        source, target = str(embedded.SOURCE), str(embedded.TARGET)
-    if not target:
-        raise UsageError(f"pair.target is missing for pair.source={source}: give two models, or the word {EMBEDDED}.")
-    for role, location in (("source", source), ("target", target)):
-        _check_location(role, location)
-    source, target = (str(Path(at).expanduser()) if Path(at).expanduser().exists() else at for at in (source, target))
-    tokenizers = [
-        _load_tokenizer(source, source_revision, trust_remote_code),
-        _load_tokenizer(target, target_revision, trust_remote_code),
-    ]
-    prints = [fingerprint_tokenizer(tokenizer) for tokenizer in tokenizers]
-    if prints[0] != prints[1]:
-        raise PairMismatchError(
-            f"source {source} and target {target} have different tokenizers ({prints[0]} and {prints[1]}); "
-            "a cache can only be carried token by token, so take two models of one family."
-        )
-    return ModelPair(
-        source=_load_model(source, source_revision, DTYPES[dtype], device, trust_remote_code),
-        target=_load_model(target, target_revision, DTYPES[dtype], device, trust_remote_code),
-        tokenizer=tokenizers[1],
-        tokenizer_fingerprint=prints[1],
-    )
+    return open_pair(
+        source,
+        target,
+        source_revision=source_revision,
+        target_revision=target_revision,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+    ).both()

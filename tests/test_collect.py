@@ -401,7 +401,7 @@ def test_the_time_of_a_run_counts_what_came_before_an_interruption(
     pair: ModelPair, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ticks = itertools.count()
-    monkeypatch.setattr("kvbridge.calibration.collect.time.monotonic", lambda: float(next(ticks)))
+    monkeypatch.setattr("kvbridge.calibration.sums.time.monotonic", lambda: float(next(ticks)))
     interrupted(pair, settings_of(corpus), tmp_path, CALLS_PER_BATCH * FIT + 1)
     before = next(ticks)
     resumed = calibrate(pair, settings_of(corpus), BLOCKS, tmp_path)

@@ -18,7 +18,7 @@ from kvbridge.cli.settings import Settings
 from kvbridge.errors import UsageError
 from kvbridge.fingerprint import digest
 from kvbridge.layout import BridgeMap
-from kvbridge.pair import ModelPair
+from kvbridge.pair import ModelPair, Pair
 from kvbridge.processes import process_state
 
 
@@ -29,7 +29,7 @@ def _timed(seconds: dict[str, float], step: str) -> Iterator[None]:
     seconds[step] = time.perf_counter() - start
 
 
-def _moments_folder(settings: Settings, pair: ModelPair) -> Path:
+def _moments_folder(settings: Settings, pair: Pair) -> Path:
     """Where the moments of this run lie, or will lie."""
     from kvbridge.calibration import moments_folder
 
@@ -38,7 +38,7 @@ def _moments_folder(settings: Settings, pair: ModelPair) -> Path:
     return moments_folder(pair, settings.calibration, settings.mapper.blocks(), settings.moments_store)
 
 
-def _calibrate(settings: Settings, pair: ModelPair, folder: Path) -> Any:
+def _calibrate(settings: Settings, pair: Pair, folder: Path) -> Any:
     from kvbridge.calibration import MOMENTS, CalibrationMoments, calibrate, calibrate_once
 
     if settings.moments is not None:
@@ -151,7 +151,8 @@ def calibrate_command(config: DictConfig) -> None:
 
     settings = Settings.of(config)
     settings.refuse("bridge")
-    pair = settings.pair.load()
+    # Staged states need one model at a time.
+    pair = settings.pair.open() if settings.calibration.stage else settings.pair.load()
     folder = _moments_folder(settings, pair)
     moments = _calibrate(settings, pair, folder)
     if moments is not None:

@@ -11,7 +11,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from kvbridge.errors import UsageError
-from kvbridge.pair import EMBEDDED, ModelPair, load_pair
+from kvbridge.pair import EMBEDDED, ModelPair, PairLoader, open_pair
 from kvbridge.plan import HandoffPlan
 
 
@@ -43,9 +43,17 @@ class PairConfig:
         Raises:
             UsageError: a model is not named, or what `load_pair` raises.
         """
+        return self.open().both()
+
+    def open(self) -> PairLoader:
+        """Check the pair, and leave its models to be loaded one at a time.
+
+        Raises:
+            UsageError: a model is not named, or what `open_pair` raises.
+        """
         if not self.source:
             raise UsageError("pair.source is empty: give model folders or hub ids, pair.source=DIR pair.target=DIR.")
-        return load_pair(**dataclasses.asdict(self))
+        return open_pair(**dataclasses.asdict(self))
 
 
 @dataclass

@@ -1,0 +1,133 @@
+"""Moments by way of staged states: each model reads the text alone, then the states are summed, in passes."""
+
+from __future__ import annotations
+
+import gc
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvbridge.calibration.archive import CalibrationMoments, side_by_side
+from kvbridge.calibration.blocks import SPLITS, BlockSet
+from kvbridge.calibration.config import CalibrationConfig, identity, require_same
+from kvbridge.calibration.corpus import Corpus
+from kvbridge.calibration.moments import ROWS_PER_PRODUCT
+from kvbridge.calibration.passes import pass_variables, plan_passes
+from kvbridge.calibration.products import MomentBlock
+from kvbridge.calibration.rows import layer_counts, residual_layers, variables_of, widths_of
+from kvbridge.calibration.staging import StagedStates, stage_model
+from kvbridge.calibration.sums import FIRST_POSITIONS, Summation, Wanted
+from kvbridge.fingerprint import digest
+from kvbridge.pair import ROLES, Pair
+
+
+@dataclass(frozen=True, slots=True)
+class StagedPair:
+    """Staged states of both models.
+
+    Attributes:
+        source: of the source.
+        target: of the target.
+        drawn: the blocks.
+        pairing: which of the target's blocks goes with one of the source's.
+    """
+
+    source: StagedStates
+    target: StagedStates
+    drawn: BlockSet
+    pairing: str
+
+    @classmethod
+    def under(cls, folder: Path, drawn: BlockSet, pairing: str) -> StagedPair:
+        return cls(*(StagedStates(folder / role, role) for role in ROLES), drawn, pairing)
+
+    def partners(self, numbers: list[int]) -> list[int]:
+        return [self.drawn.partner(number, self.pairing) for number in numbers]
+
+    def read(self, numbers: list[int]) -> dict[str, Float[Tensor, "B T p"]]:
+        """States of both models, as they were staged."""
+        return self.source.read(numbers) | self.target.read(self.partners(numbers))
+
+    def stage(self, pair: Pair, numbers: list[int], residuals: tuple[int, ...], batch: int) -> None:
+        """Stage what is missing, one model after the other."""
+        stage_model(pair, self.drawn, numbers, self.source, (), batch)
+        _let_go()
+        stage_model(pair, self.drawn, sorted(self.partners(numbers)), self.target, residuals, batch)
+        _let_go()
+
+    def remove(self) -> None:
+        folder = self.source.folder.parent
+        self.source.remove()
+        self.target.remove()
+        # A folder of the user's own may hold other things.
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def _let_go() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def staging_folder(config: CalibrationConfig, path: Path) -> Path:
+    """Where the states of the moments file `path` are staged; shards have folders of their own."""
+    shard = path.name.partition("-")[2].removesuffix(".safetensors")
+    name = f"staged-{shard}" if shard else "staged"
+    return path.parent / name if config.stage is True else Path(str(config.stage)).expanduser() / (shard and name)
+
+
+def sets_summed(drawn: BlockSet, batches: list[list[int]]) -> int:
+    """How many sets of moments need memory for their sums; few first positions stay rows."""
+    counts = [sum(len(batch) for batch in batches if drawn.split[batch[0]] == split) for split in range(len(SPLITS))]
+    return sum((count > 0) + (count * FIRST_POSITIONS >= ROWS_PER_PRODUCT) for count in counts)
+
+
+def collect_staged(
+    pair: Pair,
+    config: CalibrationConfig,
+    corpus: Corpus,
+    blocks: frozenset[MomentBlock],
+    drawn: BlockSet,
+    batches: list[list[int]],
+    path: Path,
+) -> CalibrationMoments:
+    """Stage what is missing, sum it in as few passes as `config.memory_gb` allows, and write the file `path`.
+
+    Raises:
+        CalibrationError: states, a pass or a checkpoint of other settings are in the way.
+        UsageError: the memory does not suffice for one layer.
+    """
+    started = time.monotonic()
+    geometries = pair.geometry("source"), pair.geometry("target")
+    layers, variables = layer_counts(*geometries), variables_of(blocks)
+    widths = widths_of(variables, *geometries)
+    memory = None if config.memory_gb is None else config.memory_gb * 1e9
+    passes = plan_passes(blocks, widths, layers, sets_summed(drawn, batches), memory)
+    states = StagedPair.under(staging_folder(config, path), drawn, config.pairing)
+    states.stage(
+        pair, [number for batch in batches for number in batch], residual_layers(variables, layers), config.batch
+    )
+    wanted = identity(pair, corpus, config, blocks)
+    found = []
+    for number, part in enumerate(passes, start=1):
+        at = path if len(passes) == 1 else path.with_name(f"{path.name}.pass-{digest(sorted(part))}")
+        if at.exists():
+            require_same(CalibrationMoments.load(at).info["identity"], wanted, at)
+        else:
+            names = pass_variables(part, passes, layers)
+            one = Wanted(part, widths_of(names, *geometries), layers, wanted)
+            Summation(states, drawn, config, one, at).run(batches, f"sum {number}/{len(passes)}")
+        found.append(CalibrationMoments.load(at))
+    joined = side_by_side(found)
+    joined.info["seconds"] = max(joined.info["seconds"], time.monotonic() - started)
+    joined.save(path)
+    for leftover in path.parent.glob(f"{path.name}.pass-*"):
+        leftover.unlink()
+    if not config.keep_staged:
+        states.remove()
+    return CalibrationMoments.load(path)
