@@ -18,7 +18,7 @@ from kvbridge.forms import KINDS, Map
 from kvbridge.kernels import FormMap
 from kvbridge.mappers.identity import identity_form, same_shape
 from kvbridge.model import KVModel
-from kvbridge.native import compute_head
+from kvbridge.native import compute_head, exact_states
 from kvbridge.pair import ModelPair
 from kvbridge.plan import HandoffPlan
 from kvbridge.states import ContentStates
@@ -148,12 +148,6 @@ def _reading(target: KVModel, handoff: Handoff) -> Reading:
     return Reading(target, handoff.cache, handoff.logits, handoff.next_position, handoff.seconds)
 
 
-def _layers_of(states: ContentStates, layers: range, start: int, stop: int) -> ContentStates:
-    span = states.span(start, stop)
-    chosen = slice(layers.start, layers.stop)
-    return ContentStates(span.keys[chosen], span.values[chosen], span.positions)
-
-
 def mapped_arm(pair: ModelPair, mapping: Map, plan: HandoffPlan) -> Arm:
     """The hand-off under test."""
 
@@ -168,12 +162,9 @@ def injected_arm(pair: ModelPair, plan: HandoffPlan) -> Arm:
     """The target's own keys and values, stripped, rotated and injected: must equal native."""
 
     def injected(context: Context) -> Reading:
-        split = plan.split(context.document.prompt.shape[1])
-        layers = plan.mapped_layers(pair.target.geometry.layers)
-        carried = _layers_of(context.native_states, layers, split.carried_start, split.carried_stop)
-        return _reading(
-            pair.target, assemble(pair.target, plan, context.document.prompt.to(pair.target.device), carried)
-        )
+        prompt = context.document.prompt.to(pair.target.device)
+        carried = exact_states(pair.target, plan, prompt, context.native_states)
+        return _reading(pair.target, assemble(pair.target, plan, prompt, carried))
 
     return injected
 

@@ -152,7 +152,7 @@ def kl_by_document(results: dict[str, Any]) -> str:
 def cost_bars(results: dict[str, Any]) -> str:
     """Where the hand-off's FLOPs go, as shares of the target's prefill."""
     parts = results["cost"]["flops_share_by_part"]
-    colours = {"sinks": "#7d8590", "head": "#8b6fd6", "map": "#2f81f7", "tail": "#2da36f"}
+    colours = {"sinks": "#7d8590", "head": "#8b6fd6", "map": "#2f81f7", "recompute": "#c98a1b", "tail": "#2da36f"}
     with svg_figure("cost", 7.2, 1.5) as (_, (axes,), made):
         left = 0.0
         for name, share in parts.items():
@@ -164,5 +164,5 @@ def cost_bars(results: dict[str, Any]) -> str:
         axes.spines["left"].set_visible(False)
         axes.set_xlabel("% of the target's prefill FLOPs")
         axes.set_xlim(0, max(10.0, 1.15 * left))
-        axes.legend(ncols=4, fontsize=9, loc="lower left", bbox_to_anchor=(0, 1))
+        axes.legend(ncols=5, fontsize=9, loc="lower left", bbox_to_anchor=(0, 1))
     return made[0]

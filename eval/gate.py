@@ -18,6 +18,7 @@ from kvbridge.errors import UsageError
 from kvbridge.eval.arms import read_prompt
 from kvbridge.metrics import fidelity
 from kvbridge.model import KVModel
+from kvbridge.native import exact_states
 from kvbridge.plan import HandoffPlan
 from kvbridge.states import ContentStates
 
@@ -96,12 +97,9 @@ def identity_gate(model: KVModel, input_ids: Int[Tensor, "1 T"], plan: HandoffPl
     native = read_prompt(model, prompt)
     reference = native.force(gold).double()
     states = model.content(native.cache)
-    split, layers = plan.split(prompt.shape[1]), plan.mapped_layers(model.geometry.layers)
 
     def kl(changed: ContentStates) -> float:
-        span = changed.span(split.carried_start, split.carried_stop)
-        carried = ContentStates(span.keys[layers.start :], span.values[layers.start :], span.positions)
-        handoff = assemble(model, plan, prompt, carried)
+        handoff = assemble(model, plan, prompt, exact_states(model, plan, prompt, changed))
         following = model.extend(handoff.cache, gold[:, :-1], handoff.next_position)
         logits = torch.cat((handoff.logits, following[0])).double()
         return fidelity(reference, logits, gold[0]).kl.mean().item()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ from kvbridge.plan import HandoffPlan
 
 # One token is at least a byte, so a stop string lies within its bytes' number of last tokens, with some to spare.
 SPARE = 8
+PLAN = tuple(each.name for each in fields(HandoffPlan))
 
 
 @dataclass(slots=True)
@@ -107,7 +108,7 @@ class PairLM(TemplateLM):
         device = (additional_config or {}).get("device") or "auto"
         # lm-eval says cuda:0 where its user says nothing.
         given.setdefault("device", device if torch.cuda.is_available() or not device.startswith("cuda") else "auto")
-        plan = {name: given.pop(name) for name in ("sinks", "native_head", "native_tail") if name in given}
+        plan = {name: given.pop(name) for name in PLAN if name in given}
         if str(plan.get("native_head")).lower() in ("none", "null"):
             plan["native_head"] = None
         arm, bridge = given.pop("arm", "mapped"), given.pop("bridge", None)
@@ -116,7 +117,7 @@ class PairLM(TemplateLM):
         if unknown or "source" not in given:
             raise UsageError(
                 f"--model_args {'has ' + unknown[0] if unknown else 'lacks source'}; expected "
-                f"{', '.join((*names, 'bridge', 'arm', 'sinks', 'native_head', 'native_tail'))}."
+                f"{', '.join((*names, 'bridge', 'arm', *PLAN))}."
             )
         pair = load_pair(**given)
         mapping = FormMap.of(Bridge.from_pretrained(bridge, pair=pair)) if bridge else None

@@ -65,6 +65,14 @@ class FormMap:
                 f"the map reads what the target computes in layers up to {needed}, and plan.native_head={given}; "
                 f"give plan.native_head={needed} or more."
             )
+        boundary = plan.mapped_layers(layers).stop
+        streams = [span for form in self.forms for span in form.outputs if span.states == "residual"]
+        if plan.tail_recompute and not any(boundary in span.layers for span in streams):
+            made = ", ".join(str(layers - layer) for span in streams for layer in span.layers)
+            raise CacheError(
+                f"plan.tail_recompute={plan.tail_recompute} starts from the residual stream at the input of layer "
+                f"{boundary}, which the map does not make; give plan.tail_recompute={made or 0}, or another map."
+            )
 
     def apply(self, source: ContentStates, layers: range, native: ContentStates | None = None) -> ContentStates:
         """Target content states of the target `layers`, at the positions of `source`.

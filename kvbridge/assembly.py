@@ -3,6 +3,9 @@
 positions in the cache   [ sinks | carried | tail ]        in this order, carried left out where nothing is carried
 one forward pass         [ sinks |         | tail ]        queries; each sees the cached positions up to its own
 
+With a tail recompute of two layers or more the carried tokens attend to the sinks in these layers, so the sinks are
+read first, alone, and the tail after it: two passes, and no token is read twice.
+
 A later hand-off of the same conversation goes on from what the target holds:
 
 positions in the cache   [ held …………………… | carried | tail ]     the tail alone is read
@@ -26,7 +29,7 @@ from kvbridge import compat
 from kvbridge.errors import CacheError
 from kvbridge.forms import Map
 from kvbridge.model import KVModel
-from kvbridge.native import NativeHead, check_held, compute_head
+from kvbridge.native import NativeHead, check_held, compute_head, recompute_layers
 from kvbridge.plan import HandoffPlan, Split
 from kvbridge.states import ContentStates, rotated
 
@@ -41,7 +44,7 @@ class Handoff:
         split: which positions the plan carries.
         next_position: position of the first token after the prompt; more than the cache's length where nothing was
             carried, so give positions explicitly when going on.
-        seconds: time spent per step (`head`, `map`, `inject`, `forward`).
+        seconds: time spent per step (`head`, `map`, `inject`, `recompute`, `forward`).
     """
 
     cache: DynamicCache
@@ -123,18 +126,50 @@ def _inject(target: KVModel, buffers: Tensor, carried: ContentStates, layers: ra
     buffers[1, layers.start : layers.stop, ..., span, :] = values
 
 
+def _slotted(buffers: Tensor, slots: Tensor) -> Cache:
+    return Cache(layers=[_SlottedLayer(keys, values, slots) for keys, values in zip(*buffers, strict=True)])
+
+
+def _read_sinks(target: KVModel, buffers: Tensor, input_ids: Tensor, sinks: Tensor) -> None:
+    """Read the sinks (positions `sinks`), with which `buffers` ends, over what is held before them."""
+    seen = torch.arange(buffers.shape[-2], device=target.device)
+    with torch.no_grad():
+        compat.run(
+            compat.backbone(target.model),
+            input_ids[:, sinks],
+            _slotted(buffers, sinks),
+            position_ids=sinks[None],
+            attention_mask=compat.causal_mask(sinks, seen, target.dtype),
+        )
+
+
+def _recompute(target: KVModel, buffers: Tensor, carried: ContentStates, layers: range, split: Split) -> None:
+    """Write the keys and values of the last `layers` for the carried tokens, from their residual stream."""
+    boundary = carried.residual.get(layers.start)
+    if boundary is None:
+        raise CacheError(
+            f"the carried states lack the residual stream at the input of layer {layers.start}, from which the plan "
+            "recomputes the last layers; give plan.tail_recompute=0, or a map that makes it."
+        )
+    positions = torch.arange(split.carried_start, split.carried_stop, device=target.device)
+    before = buffers[..., : split.carried_start, :]
+    past = [(before[0, layer], before[1, layer]) for layer in layers]
+    for layer, tensors in zip(layers, recompute_layers(target, boundary, layers, positions, past), strict=True):
+        for part, tensor in enumerate(tensors):
+            buffers[part, layer, ..., split.carried_start : split.carried_stop, :] = tensor
+
+
 def _forward(
     target: KVModel, buffers: Tensor, input_ids: Tensor, kept: Tensor, native: Tensor
 ) -> tuple[DynamicCache, Tensor]:
     """Run the native tokens (indices `native` of the cache, positions `kept[native]`) over the slotted cache."""
     positions = kept[native]
-    slotted = Cache(layers=[_SlottedLayer(keys, values, native) for keys, values in zip(*buffers, strict=True)])
     mask = compat.causal_mask(positions, kept, target.dtype)
     with torch.no_grad():
         output = compat.run(
             target.model,
             input_ids[:, positions],
-            slotted,
+            _slotted(buffers, native),
             position_ids=positions[None],
             attention_mask=mask,
             logits_to_keep=1,
@@ -175,23 +210,32 @@ def assemble(
     split = plan.split(input_ids.shape[1], tokens)
     seconds: dict[str, float] = {}
     start, stop, length = split.carried_start, split.carried_stop, split.prompt_length
-    if carried is None or not split.carried:
-        kept = torch.cat((torch.arange(start), torch.arange(stop, length))).to(target.device)
-        native = torch.arange(tokens, len(kept), device=target.device)
-    else:
-        kept = torch.arange(length, device=target.device)
-        native = torch.cat((kept[tokens:start], kept[stop:]))
+    carries = carried is not None and split.carried > 0
+    kept = torch.arange(length, device=target.device)
+    if not carries:
+        kept = torch.cat((kept[:start], kept[stop:]))
     buffers = _buffers(target, input_ids.shape[0], len(kept))
     if held is not None:
         check_held(target, held, input_ids.shape[0])
         _hold(buffers, held, tokens)
-    if carried is not None and split.carried:
+    read = tokens
+    if carried is not None and carries:
         with timed(seconds, "head", target.device):
             head = head or compute_head(target, plan, input_ids, held)
             if head is not None:
                 _write_head(buffers, head, plan, split)
+        layers = plan.mapped_layers(target.geometry.layers)
         with timed(seconds, "inject", target.device):
-            _inject(target, buffers, carried, plan.mapped_layers(target.geometry.layers), split)
+            _inject(target, buffers, carried, layers, split)
+        if plan.tail_recompute > 1 and tokens < start:
+            read = start
+            with timed(seconds, "forward", target.device):
+                _read_sinks(target, buffers[..., :start, :], input_ids, kept[tokens:start])
+        if plan.tail_recompute:
+            with timed(seconds, "recompute", target.device):
+                _recompute(target, buffers, carried, range(layers.stop, target.geometry.layers), split)
+    native = torch.arange(len(kept), device=target.device)
+    native = torch.cat((native[read:start], native[stop if carries else start :]))
     with timed(seconds, "forward", target.device):
         cache, logits = _forward(target, buffers, input_ids, kept, native)
     return Handoff(cache, logits, split, length, seconds)

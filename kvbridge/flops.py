@@ -1,7 +1,8 @@
 """Floating-point operations of a prefill and of a hand-off; a multiply-add counts as two.
 
-The share of prefill FLOPs is (sinks + native head + map + tail) / native prefill of the same prompt, attention and one
-row of the language-model head included on both sides.
+The share of prefill FLOPs is (sinks + native head + map + tail recompute + tail) / native prefill of the same prompt,
+attention and one row of the language-model head included on both sides. Sinks count once: where a tail recompute needs
+their keys and values, they are read before it and not again with the tail.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def handoff_flops(cost: ModelCost, plan: HandoffPlan, prompt_length: int, mappin
     """Operations of a hand-off, part by part; without a map nothing is carried and nothing mapped.
 
     Returns:
-        `sinks`, `head`, `map` and `tail` (one row of logits included).
+        `sinks`, `head`, `map`, `recompute` and `tail` (one row of logits included).
     """
     split = plan.split(prompt_length)
     tail_tokens = prompt_length - split.carried_stop
@@ -93,6 +94,7 @@ def handoff_flops(cost: ModelCost, plan: HandoffPlan, prompt_length: int, mappin
         "sinks": cost.read(0, split.carried_start, 0, cost.layers),
         "head": 0,
         "map": 0,
+        "recompute": 0,
         "tail": cost.read(0, tail_tokens, seen, cost.layers) + cost.head,
     }
     if mapping is not None and split.carried:
@@ -100,6 +102,9 @@ def handoff_flops(cost: ModelCost, plan: HandoffPlan, prompt_length: int, mappin
             parts["head"] = (
                 cost.read(0, split.carried_stop, 0, plan.native_head) + split.carried_stop * cost.projections
             )
+        if plan.tail_recompute:
+            whole = cost.read(split.carried_start, split.carried_stop, split.carried_start, plan.tail_recompute - 1)
+            parts["recompute"] = whole + split.carried * cost.projections
         parts["map"] = split.carried * mapping.flops_per_token(plan.mapped_layers(cost.layers))
     return parts
 

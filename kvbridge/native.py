@@ -17,7 +17,7 @@ from kvbridge import compat
 from kvbridge.errors import CacheError
 from kvbridge.model import KVModel
 from kvbridge.plan import HandoffPlan
-from kvbridge.states import ContentStates
+from kvbridge.states import ContentStates, check_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,17 +108,58 @@ def compute_head(
     return NativeHead(keys, values, residual, tokens)
 
 
-def exact_states(target: KVModel, plan: HandoffPlan, input_ids: Int[Tensor, "B T"]) -> ContentStates:
-    """What a perfect map would carry under a plan: the target's own states, read from its own pass over the prompt.
+def recompute_layers(
+    target: KVModel,
+    boundary: Float[Tensor, "B T E"],
+    layers: range,
+    positions: Int[Tensor, "T"],
+    past: list[tuple[Tensor, Tensor]],
+) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values of the last layers, as cached, from the residual stream at the input of the first of them.
+
+    Exact given the boundary and `past`. The last layer costs its norm and its projections alone.
+
+    Args:
+        target: the model that goes on.
+        boundary: residual stream of the carried tokens.
+        layers: `L − n … L − 1`.
+        positions: of the carried tokens.
+        past: what the target has in these layers for all positions before; not read where there is one layer.
+
+    Raises:
+        CacheError: the boundary does not fit, or what follows from it is not finite.
+    """
+    batch, tokens, geometry = boundary.shape[0], len(positions), target.geometry
+    if tuple(boundary.shape[1:]) != (tokens, geometry.hidden_size):
+        raise CacheError(
+            f"the residual stream at the input of layer {layers.start} has shape {tuple(boundary.shape)}, expected "
+            f"{(batch, tokens, geometry.hidden_size)}."
+        )
+    made = compat.run_tail(target.model, boundary, layers.start, positions, past if len(layers) > 1 else ())
+    for layer, (keys, values) in zip(layers, made, strict=True):
+        check_tensors(keys, values, geometry, batch, tokens, f"recomputed layer {layer}")
+    return made
+
+
+def exact_states(
+    target: KVModel, plan: HandoffPlan, input_ids: Int[Tensor, "B T"], states: ContentStates | None = None
+) -> ContentStates:
+    """What a perfect map would carry under a plan.
+
+    Args:
+        target: the model that goes on.
+        plan: what it computes natively.
+        input_ids: the prompt.
+        states: the target's own content states of the whole prompt, where they are at hand.
 
     Raises:
         PlanError: the prompt is empty, or the plan leaves no layer to map.
     """
     split, layers = plan.split(input_ids.shape[1]), plan.mapped_layers(target.geometry.layers)
-    states = target.content(target.read(input_ids)).layers(layers)
+    carried = (target.content(target.read(input_ids)) if states is None else states).layers(layers)
     if plan.tail_recompute:
-        states = replace(states, residual={layers.stop: read_boundary(target, input_ids, layers.stop)})
-    return states.span(split.carried_start, split.carried_stop)
+        carried = replace(carried, residual={layers.stop: read_boundary(target, input_ids, layers.stop)})
+    return carried.span(split.carried_start, split.carried_stop)
 
 
 def read_boundary(target: KVModel, input_ids: Int[Tensor, "B T"], layer: int) -> Float[Tensor, "B T E"]:

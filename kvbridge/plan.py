@@ -5,6 +5,7 @@
     layers
       0 … m    exact     exact (native head)       exact
       m+1 …    exact     mapped from the source    read by the target over what is carried
+      L−n …    exact     recomputed by the target from a mapped residual stream (tail recompute)
 
 The prompt has T tokens, the plan s sink tokens and w ≥ 1 tail tokens. Sinks are exact because nothing precedes them
 that is not a sink. Sinks and tail are one forward pass of the target, in which a token at position p sees exactly the
@@ -56,6 +57,8 @@ class HandoffPlan:
         native_head: the target runs layers `0 … m − 1` on the prompt, which makes the keys and values of layers
             `0 … m` exact; 0 costs next to nothing, since layer 0 depends on the embedding alone; `None` maps all.
         native_tail: last tokens of the prompt, read by the target over what is carried.
+        tail_recompute: last layers `n` whose keys and values the target computes from a mapped residual stream at the
+            input of layer `L − n`; with 1 that is one norm and its projections, and no attention.
 
     Raises:
         PlanError: a number is out of range.
@@ -64,6 +67,7 @@ class HandoffPlan:
     sinks: int = 4
     native_head: int | None = 0
     native_tail: int = 16
+    tail_recompute: int = 0
 
     def __post_init__(self) -> None:
         if self.sinks < 0:
@@ -75,6 +79,8 @@ class HandoffPlan:
                 f"plan.native_tail={self.native_tail}: the target must read at least the last prompt token; "
                 "give 1 or more."
             )
+        if self.tail_recompute < 0:
+            raise PlanError(f"plan.tail_recompute={self.tail_recompute}: give the number of last layers, 0 or more.")
 
     def split(self, prompt_length: int, held: int = 0) -> Split:
         """Divide a prompt; one that is too short to carry anything is all tail.
@@ -96,10 +102,12 @@ class HandoffPlan:
         return Split(start, stop, prompt_length, held)
 
     def mapped_layers(self, layers: int) -> range:
-        """The target layers that a map must supply.
+        """The target layers of which a map must supply keys and values.
+
+        With a tail recompute it must supply the residual stream at the input of the layer after them too.
 
         Raises:
-            PlanError: the native head leaves no layer to map.
+            PlanError: native head and tail recompute leave no layer to map.
         """
         first = 0 if self.native_head is None else self.native_head + 1
         if first >= layers:
@@ -107,7 +115,13 @@ class HandoffPlan:
                 f"plan.native_head={self.native_head} makes all {layers} target layers exact; "
                 f"give at most {layers - 2}, or run the target natively."
             )
-        return range(first, layers)
+        if first >= layers - self.tail_recompute:
+            head = "null" if self.native_head is None else self.native_head
+            raise PlanError(
+                f"plan.native_head={head} and plan.tail_recompute={self.tail_recompute} leave none of {layers} target "
+                f"layers to map; give plan.tail_recompute={layers - first - 1} or less."
+            )
+        return range(first, layers - self.tail_recompute)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

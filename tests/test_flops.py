@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
@@ -89,6 +89,7 @@ def test_parts_of_a_hand_off_as_by_hand() -> None:
         "sinks": 3 * (2 * PER_TOKEN + 3 * PER_PAIR),
         "head": 16 * PER_TOKEN + 136 * PER_PAIR + 16 * PROJECTIONS,
         "map": 14 * 700,
+        "recompute": 0,
         "tail": 3 * (4 * PER_TOKEN + (4 * 16 + 10) * PER_PAIR) + HEAD,
     }
 
@@ -99,6 +100,20 @@ def test_parts_of_a_hand_off_as_by_hand() -> None:
 def test_an_exact_layer_0_costs_its_projections(native_head: int | None, expected: int) -> None:
     parts = handoff_flops(COST, HandoffPlan(2, native_head, 4), 20, Dense())
     assert (parts["head"], parts["map"]) == (expected, 14 * 1000 * (3 if native_head is None else 2))
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [(1, 14 * PROJECTIONS), (2, 14 * PER_TOKEN + (14 * 2 + 105) * PER_PAIR + 14 * PROJECTIONS)],
+)
+def test_a_recompute_costs_its_layers_but_for_the_rest_of_the_last(layers: int, expected: int) -> None:
+    cost = replace(COST, layers=4)
+    plan = HandoffPlan(sinks=2, native_head=None, native_tail=4, tail_recompute=layers)
+    parts = handoff_flops(cost, plan, 20, Dense(700))
+    assert (parts["recompute"], parts["map"]) == (expected, 14 * 700 * (4 - layers))
+    without = handoff_flops(cost, replace(plan, tail_recompute=0), 20, Dense(700))
+    assert (parts["sinks"], parts["tail"]) == (without["sinks"], without["tail"])
+    assert prefill_share(cost, plan, 20, Dense(700)) == sum(parts.values()) / cost.prefill(20)
 
 
 def test_without_a_map_the_tail_sees_sinks_alone() -> None:

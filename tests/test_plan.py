@@ -48,9 +48,10 @@ def test_sinks_carried_and_tail_partition_the_prompt(sinks: int, tail: int, leng
     [
         ({"sinks": -1}, r"plan\.sinks=-1: .*0 or more"),
         ({"native_head": -2}, r"plan\.native_head=-2: .*0 or more layers, or null to map layer 0 too"),
+        ({"tail_recompute": -1}, r"plan\.tail_recompute=-1: give the number of last layers, 0 or more"),
         ({"native_tail": 0}, r"plan\.native_tail=0: .*at least the last prompt token; give 1 or more"),
     ],
-    ids=["sinks", "native-head", "native-tail"],
+    ids=["sinks", "native-head", "tail-recompute", "native-tail"],
 )
 def test_refuses_numbers_out_of_range(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(PlanError, match=sentence):
@@ -79,7 +80,25 @@ def test_refuses_a_native_head_that_leaves_nothing_to_map(native_head: int) -> N
         HandoffPlan(native_head=native_head).mapped_layers(4)
 
 
+@pytest.mark.parametrize(("native_head", "mapped"), [(None, range(0, 2)), (0, range(1, 2))], ids=["none", "zero"])
+def test_a_tail_recompute_of_n_leaves_the_last_n_layers_out(native_head: int | None, mapped: range) -> None:
+    assert HandoffPlan(native_head=native_head, tail_recompute=2).mapped_layers(4) == mapped
+
+
+@pytest.mark.parametrize(("native_head", "recompute", "most"), [(1, 2, 1), (0, 3, 2), (None, 4, 3), (2, 9, 0)])
+def test_refuses_head_and_recompute_that_leave_nothing_to_map(
+    native_head: int | None, recompute: int, most: int
+) -> None:
+    head = "null" if native_head is None else native_head
+    with pytest.raises(
+        PlanError,
+        match=rf"native_head={head} and plan\.tail_recompute={recompute} leave none of 4 target layers to map; give "
+        rf"plan\.tail_recompute={most} or less",
+    ):
+        HandoffPlan(native_head=native_head, tail_recompute=recompute).mapped_layers(4)
+
+
 def test_describes_itself_by_value() -> None:
     plan = HandoffPlan(sinks=2, native_head=None, native_tail=3)
-    assert plan.to_dict() == {"sinks": 2, "native_head": None, "native_tail": 3}
+    assert plan.to_dict() == {"sinks": 2, "native_head": None, "native_tail": 3, "tail_recompute": 0}
     assert HandoffPlan(**plan.to_dict()) == plan

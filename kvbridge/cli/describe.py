@@ -97,7 +97,9 @@ def print_support(pair: ModelPair) -> None:
     console = Console()
     console.print(f"tokenizer: one for both (fingerprint {pair.tokenizer_fingerprint})")
     console.print(f"prompts: up to {pair.max_positions:,} tokens")
-    console.print(f"plans: native head 0 … {target.layers - 2} or none, any number of sinks and tail tokens")
+    console.print(
+        f"plans: native head 0 … {target.layers - 2} or none, any number of sinks and tail tokens, tail recompute"
+    )
     console.print(f"raw source cache as an arm: {'yes' if same else 'no, the two caches differ in shape'}")
 
 
