@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -42,6 +43,18 @@ def no_products(widths: Mapping[str, int], blocks: Iterable[MomentBlock]) -> Map
     """Products of no rows: zeros that take no memory and cannot be added to."""
     zero = torch.zeros((), dtype=torch.float64)
     return MappingProxyType({(a, b): zero.expand(widths[a], widths[b]) for a, b in sorted(blocks)})
+
+
+@contextmanager
+def rounded_factors() -> Iterator[None]:
+    """While open, fp32 products on a CPU round their factors to bfloat16, where it multiplies that natively."""
+    backend: Any = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
+    before = backend.fp32_precision
+    backend.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        backend.fp32_precision = before
 
 
 @dataclass(slots=True)
@@ -174,9 +187,10 @@ class Moments:
             below = torch.cat((rows[name].double() - mean, weight * shift[None]))
             self.square[name] += below.square().sum(dim=0)
             before += shift * (count / total)
-            centred[name] = below.to(precision)
-        for (a, b), products in self.cross.items():
-            products += centred[a].T @ centred[b]
+            centred[name] = below.to(torch.float64 if precision == torch.float64 else torch.float32)
+        with rounded_factors() if precision == torch.bfloat16 else nullcontext():
+            for (a, b), products in self.cross.items():
+                products += centred[a].T @ centred[b]
         self.summed = total
 
     def hold(self, rows: Mapping[str, Float[Tensor, "N p"]], precision: torch.dtype = torch.float64) -> None:

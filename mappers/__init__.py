@@ -4,10 +4,12 @@ from typing import Any
 
 from kvbridge.mappers.base import FittedMap, Mapper
 from kvbridge.mappers.identity import Identity
+from kvbridge.mappers.joint import Joint
 from kvbridge.mappers.random import Random
 from kvbridge.mappers.ridge import Ridge
+from kvbridge.mappers.shared_basis import ReducedRank
 
-__all__ = ["FittedMap", "Identity", "Mapper", "Random", "Ridge", "available"]
+__all__ = ["FittedMap", "Identity", "Joint", "Mapper", "Random", "ReducedRank", "Ridge", "available"]
 
 
 def available() -> dict[str, type[Any]]:

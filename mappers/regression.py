@@ -43,16 +43,31 @@ def ridge_solve(
     if scale == "correlation":
         system, right, spread = _equilibrated(gram, cross)
     else:
-        system, right, spread = gram.clone(), cross, None
+        system, right, spread = gram, cross, None
+    solved = torch.cholesky_solve(right, factor_gram(system, torch.full((len(system),), penalty), scale))
+    return solved if spread is None else solved / spread[:, None]
+
+
+def factor_gram(gram: Float[Tensor, "p p"], penalty: Float[Tensor, "p"], scale: str) -> Float[Tensor, "p p"]:
+    """Cholesky factor of a Gram matrix with a penalty for each input on its diagonal.
+
+    Args:
+        gram: `XᵀX`, on the scale that the penalty is measured on.
+        penalty: λ of each input.
+        scale: name of that scale.
+
+    Raises:
+        CalibrationError: the system is singular.
+    """
+    system = gram.clone()
     system.diagonal().add_(penalty)
     factor, failed = torch.linalg.cholesky_ex(system)
     if int(failed):
         raise CalibrationError(
-            f"the normal equations of {gram.shape[0]} features are singular at λ={penalty:g} ({scale}); give more "
-            "calibration tokens or a larger λ."
+            f"the normal equations of {gram.shape[0]} features are singular at λ={float(penalty.min()):g} ({scale}); "
+            "give more calibration tokens or a larger λ."
         )
-    solved = torch.cholesky_solve(right, factor)
-    return solved if spread is None else solved / spread[:, None]
+    return factor
 
 
 def explained_squares(gram: Float[Tensor, "p p"], cross: Float[Tensor, "p q"]) -> Float[Tensor, "q"]:

@@ -503,7 +503,7 @@ def test_memory_does_not_grow_with_tokens(
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
-        ({"precision": "bfloat16"}, r"^calibration\.precision=bfloat16: expected one of float32, float64\.$"),
+        ({"precision": "float16"}, r"^calibration\.precision=float16: expected one of bfloat16, float32, float64\.$"),
         ({"batch": 0}, r"^calibration\.batch=0: expected 1 or more blocks per forward pass\.$"),
     ],
     ids=["precision", "batch"],
@@ -519,10 +519,15 @@ def test_refuses_no_corpus_before_anything_is_written(pair: ModelPair, tmp_path:
     assert not (tmp_path / "out").exists()
 
 
-def test_float32_products_stay_close(pair: ModelPair, corpus: Path, tmp_path: Path, usual: CalibrationMoments) -> None:
-    collected = calibrate(pair, settings_of(corpus, precision="float32"), BLOCKS, tmp_path)
+@pytest.mark.parametrize(("precision", "close"), [("float32", 1e-5), ("bfloat16", 1e-2)])
+def test_products_of_less_precision_stay_close(
+    pair: ModelPair, corpus: Path, tmp_path: Path, usual: CalibrationMoments, precision: str, close: float
+) -> None:
+    before = torch.backends.mkldnn.matmul.fp32_precision  # pyright: ignore[reportAttributeAccessIssue]
+    collected = calibrate(pair, settings_of(corpus, precision=precision), BLOCKS, tmp_path)
     assert collected is not None
-    assert 1e-10 < differences(collected, usual) < 1e-5
+    assert 1e-10 < differences(collected, usual) < close
+    assert torch.backends.mkldnn.matmul.fp32_precision == before  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_the_pair_is_of_unequal_shapes(pair: ModelPair) -> None:

@@ -22,6 +22,7 @@ from sklearn.linear_model import Ridge as SklearnRidge
 from sklearn.metrics import r2_score
 from sklearn.preprocessing import StandardScaler
 
+from kvbridge import compat
 from kvbridge.assembly import hand_off
 from kvbridge.bridge import Bridge
 from kvbridge.calibration import CalibrationConfig, CalibrationMoments, Moments, calibrate, open_corpus
@@ -31,7 +32,7 @@ from kvbridge.forms import KINDS, SlotAffine, input_slot
 from kvbridge.geometry import KVGeometry
 from kvbridge.kernels import FormMap
 from kvbridge.layout import BridgeMap
-from kvbridge.mappers import FittedMap, Identity, Mapper, Random, Ridge, available
+from kvbridge.mappers import FittedMap, Identity, Joint, Mapper, Random, ReducedRank, Ridge, available
 from kvbridge.mappers.regression import explained_squares, held_out_r2, ridge_solve
 from kvbridge.mappers.ridge import rank_layers
 from kvbridge.pair import ModelPair
@@ -45,6 +46,11 @@ MAPPERS: list[Mapper] = [
     Ridge(k=8, penalty=1e-3, scale="correlation", first_positions="included"),
     Ridge(k=1, heads="matched"),
     Random(),
+    Joint(),
+    Joint(native_head=1, other_kind=[1.0, 10.0], native=[0.1, 1.0]),
+    Joint(native_head=None, boundary=2),
+    ReducedRank(rank=12),
+    ReducedRank(rank=4, groups=2, metric="coordinate", joint=Joint(native_head=1)),
 ]
 # Mappers that only fit a pair of equal shapes.
 EQUAL_SHAPES = (Identity,)
@@ -59,6 +65,10 @@ class Calibrated:
     moments: CalibrationMoments
     source: ContentStates
     target: ContentStates
+
+    def apply(self, fitted: FittedMap, layers: range) -> ContentStates:
+        """What a map makes of the held-out rows, with all that a native head could give it."""
+        return FormMap(fitted.forms).apply(self.source, layers, self.target)
 
     def moments_for(self, mapper: Mapper) -> CalibrationMoments:
         """The moments that a calibration for `mapper` alone would have."""
@@ -78,6 +88,12 @@ class Calibrated:
         return mapper.fit(self.moments_for(mapper), self.pair.source.geometry, self.pair.target.geometry)
 
 
+def made_layers(fitted: FittedMap) -> range:
+    """The target layers whose keys and values a map makes."""
+    spans = [span for form in fitted.forms for span in form.outputs if span.states in KINDS]
+    return range(min(span.start for span in spans), max(span.stop for span in spans))
+
+
 def slot_forms(fitted: FittedMap) -> dict[str, SlotAffine]:
     """The forms of a map that makes keys with one form and values with another."""
     return {form.kind: form for form in fitted.forms if isinstance(form, SlotAffine)}
@@ -91,8 +107,10 @@ def calibrate_pair(pair: ModelPair, folder: Path) -> Calibrated:
     assert moments is not None
     drawn = draw_blocks(open_corpus(corpus), pair.tokenizer, seed=0, **sizes)
     tokens = drawn.batch([at for at in range(len(drawn)) if drawn.split[at] == 1])
-    source, target = (model.content(model.read(tokens)).span(FIRST, BLOCK) for model in (pair.source, pair.target))
-    return Calibrated(pair, moments, source, target)
+    with compat.residual_streams(pair.target.model, range(pair.target.geometry.layers)) as streams:
+        source, target = (model.content(model.read(tokens)) for model in (pair.source, pair.target))
+    target = dataclasses.replace(target, residual={layer: stream.float() for layer, stream in streams.items()})
+    return Calibrated(pair, moments, source.span(FIRST, BLOCK), target.span(FIRST, BLOCK))
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +146,14 @@ def test_is_a_frozen_dataclass_that_is_registered(mapper: Mapper) -> None:
     assert isinstance(mapper, Mapper)
     assert available()[mapper.name] is type(mapper)
     assert type(mapper).__dataclass_params__.frozen  # pyright: ignore[reportAttributeAccessIssue]
-    assert hash(mapper) == hash(dataclasses.replace(mapper))  # pyright: ignore[reportArgumentType]
+    assert mapper == dataclasses.replace(mapper)  # pyright: ignore[reportArgumentType]
+
+
+def overrides(name: str, value: Any) -> list[str]:
+    """Overrides that give every hyper-parameter below `name`."""
+    if isinstance(value, dict):
+        return [override for key, inner in value.items() for override in overrides(f"{name}.{key}", inner)]
+    return [f"{name}={'null' if value is None else value}"]
 
 
 @pytest.mark.filterwarnings("ignore::beartype.roar.BeartypeDecorHintPep585DeprecationWarning")
@@ -137,10 +162,7 @@ def test_is_a_configuration(mapper: Mapper) -> None:
     from kvbridge.cli.settings import register
 
     register()
-    changed = [
-        f"mapper.{name}={value}"
-        for name, value in dataclasses.asdict(mapper).items()  # pyright: ignore[reportArgumentType]
-    ]
+    changed = overrides("mapper", dataclasses.asdict(mapper))  # pyright: ignore[reportArgumentType]
     with initialize_config_module("kvbridge.configs", version_base="1.3"):
         composed = compose("config", overrides=[f"mapper={mapper.name}", *changed])
     assert OmegaConf.to_object(composed.mapper) == mapper
@@ -163,9 +185,9 @@ def test_forms_have_the_targets_shape(mapper: Mapper, calibrated: Calibrated) ->
 
 def test_maps_live_states_of_some_layers(mapper: Mapper, calibrated: Calibrated) -> None:
     fitted, target = calibrated.fit(mapper), calibrated.pair.target.geometry
-    states = calibrated.source
-    mapped = FormMap(fitted.forms).apply(states, range(1, target.layers))
-    shape = (target.layers - 1, states.keys.shape[1], target.kv_heads, states.tokens, target.head_dim)
+    states, layers = calibrated.source, made_layers(fitted)[1:]
+    mapped = calibrated.apply(fitted, layers)
+    shape = (len(layers), states.keys.shape[1], target.kv_heads, states.tokens, target.head_dim)
     assert mapped.keys.shape == mapped.values.shape == shape
     assert torch.isfinite(mapped.keys).all()
     assert torch.isfinite(mapped.values).all()
@@ -174,18 +196,20 @@ def test_maps_live_states_of_some_layers(mapper: Mapper, calibrated: Calibrated)
 
 def test_its_evidence_is_what_its_forms_do_on_held_out_rows(mapper: Mapper, calibrated: Calibrated) -> None:
     fitted, target = calibrated.fit(mapper), calibrated.pair.target.geometry
-    mapped = FormMap(fitted.forms).apply(calibrated.source, range(target.layers))
+    layers = made_layers(fitted)
+    mapped = calibrated.apply(fitted, layers)
     for kind, grid in fitted.r2.items():
+        assert [bool(row) for row in grid] == [layer in layers for layer in range(target.layers)]
         found, wanted = (
             getattr(states, kind).permute(0, 2, 1, 3, 4).flatten(2, 3).double().numpy()
             for states in (mapped, calibrated.target)
         )
-        for layer, row in enumerate(grid):
+        for at, layer in enumerate(layers):
             expected = [
-                r2_score(wanted[layer, head], found[layer, head], multioutput="variance_weighted")
+                r2_score(wanted[layer, head], found[at, head], multioutput="variance_weighted")
                 for head in range(target.kv_heads)
             ]
-            assert row == pytest.approx(expected, abs=1e-4)
+            assert grid[layer] == pytest.approx(expected, abs=1e-4)
 
 
 def test_fitting_is_deterministic_and_leaves_the_moments_alone(mapper: Mapper, calibrated: Calibrated) -> None:
@@ -207,8 +231,8 @@ def test_a_saved_bridge_maps_alike(mapper: Mapper, calibrated: Calibrated, tmp_p
     loaded = Bridge.from_pretrained(tmp_path / "bridge", pair=pair)
     assert loaded.fingerprint() == bridge.fingerprint()
     assert loaded.map().evidence == json.loads(json.dumps(fitted.evidence()))
-    layers = range(pair.target.geometry.layers)
-    mapped = [FormMap.of(at).apply(calibrated.source, layers) for at in (bridge, loaded)]
+    layers = made_layers(fitted)
+    mapped = [FormMap.of(at).apply(calibrated.source, layers, calibrated.target) for at in (bridge, loaded)]
     assert torch.equal(mapped[0].keys, mapped[1].keys)
     assert torch.equal(mapped[0].values, mapped[1].values)
 
@@ -217,7 +241,14 @@ def test_its_map_hands_off(mapper: Mapper, calibrated: Calibrated) -> None:
     pair, fitted = calibrated.pair, calibrated.fit(mapper)
     prompt = pair.tokenizer("amber basil cedar delta ember fjord", return_tensors="pt")["input_ids"]
     states = pair.source.content(pair.source.read(prompt))
-    handoff = hand_off(pair.target, HandoffPlan(4, 0, 4), FormMap(fitted.forms), states, prompt)
+    layers = made_layers(fitted)
+    plan = HandoffPlan(
+        sinks=4,
+        native_head=max(0, layers.start - 1),
+        native_tail=4,
+        tail_recompute=pair.target.geometry.layers - layers.stop,
+    )
+    handoff = hand_off(pair.target, plan, FormMap(fitted.forms), states, prompt)
     assert torch.isfinite(handoff.logits).all()
     assert handoff.cache.get_seq_length() == prompt.shape[1]
 

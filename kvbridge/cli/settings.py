@@ -158,8 +158,15 @@ def _refuse_additions(group: str, node: DictConfig) -> None:
 def _editable(schema: type) -> DictConfig:
     """A dataclass as a typed node; a frozen one is frozen as an object, not while it is composed."""
     node = OmegaConf.structured(schema)
-    OmegaConf.set_readonly(node, False)
+    _thaw(node)
     return node
+
+
+def _thaw(node: DictConfig) -> None:
+    OmegaConf.set_readonly(node, False)
+    for name in node:
+        if not OmegaConf.is_missing(node, name) and OmegaConf.is_dict(node[name]):
+            _thaw(node[name])
 
 
 def register() -> None:

@@ -1,0 +1,146 @@
+"""Reduced-rank regression: one basis of the inputs for all target layers, or for each of a few groups of them.
+
+A joint map's predictions lie close to a space of far fewer directions than it has inputs. Of all maps of rank R the one
+that loses least, in the units in which errors are counted, projects the full-rank predictions on their R leading
+principal directions (Izenman 1975). They are found by subspace iteration (Halko, Martinsson and Tropp 2011); no matrix
+of outputs by outputs is ever formed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvbridge.calibration import CalibrationMoments, MomentBlock
+from kvbridge.errors import UsageError
+from kvbridge.forms import KINDS, SharedBasis
+from kvbridge.geometry import KVGeometry
+from kvbridge.mappers.base import FittedMap
+from kvbridge.mappers.joint import Joint
+from kvbridge.mappers.joint_inputs import JointProblem, finished_map, joined
+from kvbridge.variables import Span
+
+METRICS = ("coordinate", "head")
+ITERATIONS, OVERSAMPLED = 3, 32
+
+
+def principal_outputs(
+    gram: Float[Tensor, "p p"], weight: Float[Tensor, "p q"], rank: int, seed: int = 0
+) -> Float[Tensor, "q R"]:
+    """Leading principal directions of the predictions `x W`, most important first.
+
+    Args:
+        gram: centred products of the inputs.
+        weight: `W`.
+        rank: `R`, at most the smaller side of `W`.
+        seed: of the directions that the iteration starts from.
+    """
+    width = min(rank + OVERSAMPLED, *weight.shape)
+    generator = torch.Generator().manual_seed(seed)
+    directions = torch.randn(weight.shape[1], width, generator=generator, dtype=weight.dtype)
+    for _ in range(ITERATIONS):
+        directions = weight.T @ (gram @ (weight @ torch.linalg.qr(directions).Q))
+    directions = torch.linalg.qr(directions).Q
+    made = weight @ directions
+    order = torch.linalg.eigh((made.T @ (gram @ made)).double()).eigenvectors.flip(1)[:, :rank]
+    return directions @ order.to(weight.dtype)
+
+
+@dataclass(frozen=True)
+class ReducedRank:
+    """A joint map through a basis that its outputs share.
+
+    Attributes:
+        rank: most directions of one basis, `R`; held-out moments may choose fewer.
+        groups: groups of neighbouring target layers with a basis of their own.
+        metric: in what units errors are counted: the spread of each `coordinate`, or that of each `head` as a whole.
+        joint: the full-rank map that is approximated.
+    """
+
+    name: ClassVar[str] = "shared_basis"
+
+    rank: int = 1024
+    groups: int = 1
+    metric: str = "head"
+    joint: Joint = field(default_factory=Joint)
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or self.groups < 1:
+            raise UsageError(f"mapper.rank={self.rank}, mapper.groups={self.groups}: expected 1 or more of each.")
+        if self.metric not in METRICS:
+            raise UsageError(f"mapper.metric={self.metric}: expected one of {', '.join(METRICS)}.")
+
+    def blocks(self) -> frozenset[MomentBlock]:
+        return self.joint.blocks()
+
+    def fit(self, moments: CalibrationMoments, source: KVGeometry, target: KVGeometry) -> FittedMap:
+        """Solve the joint regression, then keep the directions that matter most.
+
+        Raises:
+            CalibrationError: too few rows, or singular normal equations.
+            UsageError: native head and boundary do not fit the target.
+        """
+        problem, solved = self.joint.solve(moments, source, target)
+        forms, weight = [], torch.empty_like(solved.weight)
+        for spans in self._grouped(problem):
+            columns = torch.cat([torch.arange(problem.width)[problem.columns[span]] for span in spans])
+            reduce, expand = self._factor(problem, solved.weight[:, columns], spans)
+            weight[:, columns] = reduce @ expand
+            bias = problem.bias(weight[:, columns], spans)
+            scaled = reduce / problem.spread[:, None].float()
+            forms.append(
+                SharedBasis(problem.inputs, joined(spans), scaled, expand, bias, target.kv_heads, target.head_dim)
+            )
+        return finished_map(problem, tuple(forms), weight)
+
+    def _grouped(self, problem: JointProblem) -> list[list[Span]]:
+        """Outputs of each group of neighbouring layers; a boundary's residual stream goes with the last one."""
+        layers = sorted({span.start for span in problem.outputs if span.states in KINDS})
+        size = math.ceil(len(layers) / self.groups)
+        groups = [set(layers[at : at + size]) for at in range(0, len(layers), size)]
+        last = len(groups) - 1
+        return [
+            [s for s in problem.outputs if (s.start in group if s.states in KINDS else number == last)]
+            for number, group in enumerate(groups)
+        ]
+
+    def _factor(
+        self, problem: JointProblem, weight: Float[Tensor, "p q"], spans: list[Span]
+    ) -> tuple[Float[Tensor, "p R"], Float[Tensor, "R q"]]:
+        """Basis and its expansion, with as many directions as explain most of the held-out moments."""
+        units = self._units(problem, spans)
+        scaled = weight / units
+        directions = principal_outputs(problem.correlation.float(), scaled, min(self.rank, *weight.shape))
+        reduce = scaled @ directions
+        kept = self._kept(problem, reduce, directions / units[:, None], spans)
+        return reduce[:, :kept].contiguous(), (directions.T * units)[:kept].contiguous()
+
+    def _units(self, problem: JointProblem, spans: list[Span]) -> Float[Tensor, "q"]:
+        """In what each output's error is counted."""
+        square = problem.fit.squares(spans)
+        if self.metric == "head":
+            width = problem.target.head_dim
+            square = square.reshape(-1, width).mean(dim=1).repeat_interleave(width)
+        unit = (square / problem.fit.rows).sqrt()
+        return torch.where(unit > 0, unit, torch.ones_like(unit)).float()
+
+    def _kept(
+        self,
+        problem: JointProblem,
+        reduce: Float[Tensor, "p R"],
+        directions: Float[Tensor, "q R"],
+        spans: list[Span],
+    ) -> int:
+        """How many leading directions explain most of the held-out moments; all of them without held-out rows."""
+        if not problem.held_out.rows:
+            return reduce.shape[1]
+        every = {span: torch.arange(span.width(problem.target)) for span in spans}
+        cross = problem.products(problem.held_out, every).float()
+        explained = 2 * (reduce * (cross @ directions)).sum(dim=0)
+        explained -= (reduce * (problem.held_correlation @ reduce)).sum(dim=0)
+        return int(explained.cumsum(dim=0).argmax()) + 1
