@@ -152,7 +152,17 @@ def kl_by_document(results: dict[str, Any]) -> str:
 def cost_bars(results: dict[str, Any]) -> str:
     """Where the hand-off's FLOPs go, as shares of the target's prefill."""
     parts = results["cost"]["flops_share_by_part"]
-    colours = {"sinks": "#7d8590", "head": "#8b6fd6", "map": "#2f81f7", "recompute": "#c98a1b", "tail": "#2da36f"}
+    # A part that the plan leaves out needs no place in the legend.
+    parts = {name: share for name, share in parts.items() if share}
+    colours = {
+        "sinks": "#7d8590",
+        "head": "#8b6fd6",
+        "map": "#2f81f7",
+        "recompute": "#c98a1b",
+        "scout": "#c2557a",
+        "attended": "#d9b01f",
+        "tail": "#2da36f",
+    }
     with svg_figure("cost", 7.2, 1.5) as (_, (axes,), made):
         left = 0.0
         for name, share in parts.items():

@@ -9,6 +9,12 @@ read first, alone, and the tail after it: two passes, and no token is read twice
 A later hand-off of the same conversation goes on from what the target holds:
 
 positions in the cache   [ held …………………… | carried | tail ]     the tail alone is read
+
+Where the plan reads attended tokens itself, a pass of the sinks and of the scouts comes first, and the second reads the
+attended tokens and the tail:
+
+first pass, queries      [ sinks |         | scouts ]
+second pass, queries     [       | attended | tail ]
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +33,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from kvbridge import compat
+from kvbridge.attended import choose_attended
 from kvbridge.errors import CacheError
 from kvbridge.forms import Map
 from kvbridge.model import KVModel
@@ -44,7 +52,8 @@ class Handoff:
         split: which positions the plan carries.
         next_position: position of the first token after the prompt; more than the cache's length where nothing was
             carried, so give positions explicitly when going on.
-        seconds: time spent per step (`head`, `map`, `inject`, `recompute`, `forward`).
+        seconds: time spent per step (`head`, `map`, `inject`, `recompute`, `scout`, `forward`).
+        attended: positions of the carried tokens that the target read itself, in order.
     """
 
     cache: DynamicCache
@@ -52,6 +61,7 @@ class Handoff:
     split: Split
     next_position: int
     seconds: dict[str, float] = field(default_factory=dict)
+    attended: Int[Tensor, "N"] = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
 
 
 @contextmanager
@@ -189,7 +199,7 @@ def assemble(
     head: NativeHead | None = None,
     held: Cache | None = None,
 ) -> Handoff:
-    """Build the target's cache for a prompt and read its sinks and tail.
+    """Build the target's cache for a prompt and read its sinks, its attended tokens and its tail.
 
     Args:
         target: the model that goes on.
@@ -204,7 +214,9 @@ def assemble(
 
     Raises:
         CacheError: the carried states, `head` or `held` do not fit, or a number is not finite.
-        PlanError: the prompt is empty, all of it is held, or the plan leaves no layer to map.
+        PlanError: the prompt is empty, all of it is held, the plan leaves no layer to map, or it chooses attended
+            tokens for more than one prompt.
+        UnsupportedModelError: the plan chooses attended tokens, and the target does not show its attention.
     """
     tokens = compat.longest(held) if held is not None else 0
     split = plan.split(input_ids.shape[1], tokens)
@@ -214,6 +226,7 @@ def assemble(
     kept = torch.arange(length, device=target.device)
     if not carries:
         kept = torch.cat((kept[:start], kept[stop:]))
+    attended = kept[:0]
     buffers = _buffers(target, input_ids.shape[0], len(kept))
     if held is not None:
         check_held(target, held, input_ids.shape[0])
@@ -234,11 +247,16 @@ def assemble(
         if plan.tail_recompute:
             with timed(seconds, "recompute", target.device):
                 _recompute(target, buffers, carried, range(layers.stop, target.geometry.layers), split)
+        if plan.attended(split.carried):
+            # The scouts' pass leaves the sinks in their place.
+            read = start
+            with timed(seconds, "scout", target.device):
+                attended = choose_attended(target, plan, split, input_ids, partial(_slotted, buffers))
     native = torch.arange(len(kept), device=target.device)
-    native = torch.cat((native[read:start], native[stop if carries else start :]))
+    native = torch.cat((native[read:start], attended, native[stop if carries else start :]))
     with timed(seconds, "forward", target.device):
         cache, logits = _forward(target, buffers, input_ids, kept, native)
-    return Handoff(cache, logits, split, length, seconds)
+    return Handoff(cache, logits, split, length, seconds, attended)
 
 
 def hand_off(

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
+from transformers import AttentionInterface, Cache, DynamicCache, PreTrainedConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from kvbridge.errors import UnsupportedModelError
 
 SUPPORTED_ATTENTION = ("sdpa", "eager")
+RECORDED_ATTENTION = "kvbridge_recorded"
 
 
 @memoize
@@ -151,6 +152,55 @@ def watched_backbone(model: PreTrainedModel, layers: range, before: Callable[[in
     copied.__dict__.pop("forward", None)
     watched = nn.ModuleList([_watched(every[number], number, before) for number in layers])
     copied._modules = {**copied._modules, "layers": watched}
+    return copied
+
+
+def _recorded_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, **given: Any
+) -> tuple[Tensor, None]:
+    """Attention in fp32, whose probabilities `[B, H_q, queries, keys]` go to the module's `record`."""
+    special = [name for name in ("softcap", "s_aux") if given.get(name) is not None]
+    if special:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} gives its attention {special[0]}=, which recording does not know; "
+            "use plan.native_attended=0 with this model."
+        )
+    batch, heads, queries, width = query.shape
+    # Query heads that share a KV head lie side by side.
+    grouped = query.reshape(batch, key.shape[1], -1, width).float()
+    scores = (grouped @ key.float().transpose(-1, -2)).view(batch, heads, queries, -1)
+    probabilities = torch.softmax(scores * scaling + mask.float(), dim=-1)
+    module.record(probabilities)
+    output = probabilities.view(*grouped.shape[:3], -1) @ value.float()
+    return output.view(batch, heads, queries, -1).transpose(1, 2).to(query.dtype), None
+
+
+def recorded_backbone(model: PreTrainedModel, record: Callable[[Tensor], None]) -> PreTrainedModel:
+    """A backbone that shares all weights with the model's own and shows its attention.
+
+    The model keeps its own attention, so that other threads can use it meanwhile.
+
+    Args:
+        model: the transformer.
+        record: called in every layer with the attention probabilities `[B, H_q, queries, keys]` in fp32.
+    """
+    AttentionInterface.register(RECORDED_ATTENTION, _recorded_attention)
+
+    def recorded(layer: nn.Module) -> nn.Module:
+        copied = copy.copy(layer)
+        copied._modules = dict(layer._modules)
+        for name, part in layer.named_children():
+            if isinstance(getattr(part, "config", None), PreTrainedConfig):
+                copied._modules[name] = attention = copy.copy(part)
+                config = copy.copy(part.config)
+                config._attn_implementation = RECORDED_ATTENTION
+                attention.__dict__.update(config=config, record=record)
+        return copied
+
+    copied = copy.copy(backbone(model))
+    # A wrapped forward is bound to the original and would run its layers.
+    copied.__dict__.pop("forward", None)
+    copied._modules = {**copied._modules, "layers": nn.ModuleList(map(recorded, decoder_layers(model)))}
     return copied
 
 

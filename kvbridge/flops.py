@@ -1,8 +1,8 @@
 """Floating-point operations of a prefill and of a hand-off; a multiply-add counts as two.
 
-The share of prefill FLOPs is (sinks + native head + map + tail recompute + tail) / native prefill of the same prompt,
-attention and one row of the language-model head included on both sides. Sinks count once: where a tail recompute needs
-their keys and values, they are read before it and not again with the tail.
+The share of prefill FLOPs is (sinks + native head + map + tail recompute + scouts + attended tokens + tail) / native
+prefill of the same prompt, attention and one row of the language-model head included on both sides. Sinks count once:
+where a tail recompute needs their keys and values, they are read before it and not again with the tail.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def handoff_flops(cost: ModelCost, plan: HandoffPlan, prompt_length: int, mappin
     """Operations of a hand-off, part by part; without a map nothing is carried and nothing mapped.
 
     Returns:
-        `sinks`, `head`, `map`, `recompute` and `tail` (one row of logits included).
+        `sinks`, `head`, `map`, `recompute`, `scout` (the pass that chooses the attended tokens), `attended` (reading
+        them, an upper bound, as if each saw everything before the tail) and `tail` (one row of logits included).
     """
     split = plan.split(prompt_length)
     tail_tokens = prompt_length - split.carried_stop
@@ -95,6 +96,8 @@ def handoff_flops(cost: ModelCost, plan: HandoffPlan, prompt_length: int, mappin
         "head": 0,
         "map": 0,
         "recompute": 0,
+        "scout": 0,
+        "attended": 0,
         "tail": cost.read(0, tail_tokens, seen, cost.layers) + cost.head,
     }
     if mapping is not None and split.carried:
@@ -106,6 +109,10 @@ def handoff_flops(cost: ModelCost, plan: HandoffPlan, prompt_length: int, mappin
             whole = cost.read(split.carried_start, split.carried_stop, split.carried_start, plan.tail_recompute - 1)
             parts["recompute"] = whole + split.carried * cost.projections
         parts["map"] = split.carried * mapping.flops_per_token(plan.mapped_layers(cost.layers))
+        attended = plan.attended(split.carried)
+        if attended:
+            parts["scout"] = cost.read(0, min(plan.scouts, tail_tokens), seen, cost.layers)
+            parts["attended"] = cost.layers * attended * (cost.per_token + seen * cost.per_pair)
     return parts
 
 

@@ -59,6 +59,9 @@ class HandoffPlan:
         native_tail: last tokens of the prompt, read by the target over what is carried.
         tail_recompute: last layers `n` whose keys and values the target computes from a mapped residual stream at the
             input of layer `L − n`; with 1 that is one norm and its projections, and no attention.
+        native_attended: share of the carried tokens that the target reads itself, over the mapped rest; they are those
+            which the scouts attend to most.
+        scouts: the last tokens of the prompt, of the tail at most, whose attention over what is carried chooses them.
 
     Raises:
         PlanError: a number is out of range.
@@ -68,6 +71,8 @@ class HandoffPlan:
     native_head: int | None = 0
     native_tail: int = 16
     tail_recompute: int = 0
+    native_attended: float = 0.0
+    scouts: int = 4
 
     def __post_init__(self) -> None:
         if self.sinks < 0:
@@ -81,6 +86,13 @@ class HandoffPlan:
             )
         if self.tail_recompute < 0:
             raise PlanError(f"plan.tail_recompute={self.tail_recompute}: give the number of last layers, 0 or more.")
+        if not 0 <= self.native_attended < 1:
+            raise PlanError(
+                f"plan.native_attended={self.native_attended}: give the share of the carried tokens that the target "
+                "reads itself, 0 or more and below 1."
+            )
+        if self.scouts < 1:
+            raise PlanError(f"plan.scouts={self.scouts}: give the number of last tokens that choose, 1 or more.")
 
     def split(self, prompt_length: int, held: int = 0) -> Split:
         """Divide a prompt; one that is too short to carry anything is all tail.
@@ -100,6 +112,10 @@ class HandoffPlan:
         if stop <= start:
             return Split(held, held, prompt_length, held)
         return Split(start, stop, prompt_length, held)
+
+    def attended(self, carried: int) -> int:
+        """How many of so many carried tokens the target reads itself."""
+        return round(self.native_attended * carried)
 
     def mapped_layers(self, layers: int) -> range:
         """The target layers of which a map must supply keys and values.

@@ -35,7 +35,11 @@ class Dense:
 
 
 plans = st.builds(
-    HandoffPlan, sinks=st.integers(0, 6), native_head=st.sampled_from([None, 0, 1]), native_tail=st.integers(1, 30)
+    HandoffPlan,
+    sinks=st.integers(0, 6),
+    native_head=st.sampled_from([None, 0, 1]),
+    native_tail=st.integers(1, 30),
+    native_attended=st.sampled_from([0.0, 0.2]),
 )
 lengths = st.integers(1, 120)
 costs = st.sampled_from([0, 1000, PER_TOKEN, 10 * PER_TOKEN]).map(Dense)
@@ -90,8 +94,23 @@ def test_parts_of_a_hand_off_as_by_hand() -> None:
         "head": 16 * PER_TOKEN + 136 * PER_PAIR + 16 * PROJECTIONS,
         "map": 14 * 700,
         "recompute": 0,
+        "scout": 0,
+        "attended": 0,
         "tail": 3 * (4 * PER_TOKEN + (4 * 16 + 10) * PER_PAIR) + HEAD,
     }
+
+
+@pytest.mark.parametrize(("scouts", "read"), [(3, 3), (9, 4)], ids=["some-of-the-tail", "all-of-it"])
+def test_attended_tokens_and_their_scouts_as_by_hand(scouts: int, read: int) -> None:
+    # 2 sinks, 14 carried, of which 4 are read again, 4 in the tail; everything before the tail counts as seen.
+    plan = HandoffPlan(sinks=2, native_head=1, native_tail=4, native_attended=0.25, scouts=scouts)
+    without = handoff_flops(COST, replace(plan, native_attended=0.0), 20, Dense(700))
+    assert handoff_flops(COST, plan, 20, Dense(700)) == without | {
+        "scout": 3 * (read * PER_TOKEN + (read * 16 + read * (read + 1) // 2) * PER_PAIR),
+        "attended": 3 * 4 * (PER_TOKEN + 16 * PER_PAIR),
+    }
+    nothing = handoff_flops(COST, plan, 20, None)
+    assert (nothing["scout"], nothing["attended"]) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -128,15 +147,19 @@ def test_share_of_an_all_native_plan_is_one(length: int, mapping: Dense | None) 
     assert prefill_share(COST, HandoffPlan(sinks=4, native_tail=16), length, mapping) == 1.0
 
 
-@given(plans, st.integers(60, 120), st.sampled_from(["sinks", "native_head", "native_tail", "map"]))
+@given(plans, st.integers(60, 120), st.sampled_from(["sinks", "native_head", "native_tail", "native_attended", "map"]))
 def test_share_grows_with_every_part(plan: HandoffPlan, length: int, part: str) -> None:
     share = partial(prefill_share, COST, prompt_length=length)
     cheap = Dense(0)
     if part == "map":
         assert share(plan=plan, mapping=Dense(1)) > share(plan=plan, mapping=cheap)
         return
+    if part in ("sinks", "native_tail"):
+        # They leave fewer tokens to attend to.
+        plan = replace(plan, native_attended=0.0)
     larger = plan.to_dict()
-    larger[part] = 0 if larger[part] is None else larger[part] + 1
+    step = 0.1 if part == "native_attended" else 1
+    larger[part] = 0 if larger[part] is None else larger[part] + step
     if larger["native_head"] == 2:
         return
     assert share(plan=HandoffPlan(**larger), mapping=cheap) > share(plan=plan, mapping=cheap)

@@ -253,10 +253,11 @@ def saved(pair: ModelPair, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 def test_model_arguments_make_a_model(saved: dict[str, Any]) -> None:
     given = ",".join(f"{name}={value}" for name, value in saved.items())
     model = get_model("kvbridge").create_from_arg_string(
-        f"{given},arm=mapped,sinks=1,native_head=null,native_tail=2", {"batch_size": 1, "device": "cuda:0"}
+        f"{given},arm=mapped,sinks=1,native_head=null,native_tail=2,native_attended=0.25,scouts=2",
+        {"batch_size": 1, "device": "cuda:0"},
     )
     assert isinstance(model, PairLM)
-    assert (model.arm, model.plan) == ("mapped", HandoffPlan(1, None, 2))
+    assert (model.arm, model.plan) == ("mapped", HandoffPlan(1, None, 2, native_attended=0.25, scouts=2))
     assert model.pair.target.dtype == torch.float32
     assert model.mapping is not None
     assert str(model.device) == "cpu" or torch.cuda.is_available()

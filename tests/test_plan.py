@@ -50,8 +50,12 @@ def test_sinks_carried_and_tail_partition_the_prompt(sinks: int, tail: int, leng
         ({"native_head": -2}, r"plan\.native_head=-2: .*0 or more layers, or null to map layer 0 too"),
         ({"tail_recompute": -1}, r"plan\.tail_recompute=-1: give the number of last layers, 0 or more"),
         ({"native_tail": 0}, r"plan\.native_tail=0: .*at least the last prompt token; give 1 or more"),
+        ({"native_attended": -0.1}, r"plan\.native_attended=-0\.1: .*share of the carried tokens .* below 1"),
+        ({"native_attended": 1.0}, r"plan\.native_attended=1.0: .*0 or more and below 1"),
+        ({"native_attended": float("nan")}, r"plan\.native_attended=nan: .*0 or more and below 1"),
+        ({"scouts": 0}, r"plan\.scouts=0: .*1 or more"),
     ],
-    ids=["sinks", "native-head", "tail-recompute", "native-tail"],
+    ids=["sinks", "native-head", "tail-recompute", "native-tail", "share-below-0", "share-1", "share-nan", "scouts"],
 )
 def test_refuses_numbers_out_of_range(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(PlanError, match=sentence):
@@ -99,6 +103,13 @@ def test_refuses_head_and_recompute_that_leave_nothing_to_map(
 
 
 def test_describes_itself_by_value() -> None:
-    plan = HandoffPlan(sinks=2, native_head=None, native_tail=3)
-    assert plan.to_dict() == {"sinks": 2, "native_head": None, "native_tail": 3, "tail_recompute": 0}
+    plan = HandoffPlan(sinks=2, native_head=None, native_tail=3, native_attended=0.25, scouts=2)
+    assert plan.to_dict() == {
+        "sinks": 2,
+        "native_head": None,
+        "native_tail": 3,
+        "tail_recompute": 0,
+        "native_attended": 0.25,
+        "scouts": 2,
+    }
     assert HandoffPlan(**plan.to_dict()) == plan
