@@ -52,8 +52,8 @@ class BlockSet:
     def fingerprint(self) -> str:
         """Digest of all tokens and of how they are split."""
         hasher = hashlib.sha256(f"{self.tokens.shape}".encode())
-        hasher.update(self.tokens)
-        hasher.update(self.split)
+        hasher.update(self.tokens.data)
+        hasher.update(self.split.data)
         return hasher.hexdigest()[:16]
 
     def partner(self, number: int, pairing: str) -> int:

@@ -136,7 +136,8 @@ class Moments:
         for at, a in enumerate(names):
             for other, b in enumerate(names[: at + 1]):
                 fill_product(out[places[at], places[other]], (a, b), self.cross, self.layers)
-                out[places[other], places[at]] = out[places[at], places[other]].T
+                if other < at:
+                    out[places[other], places[at]] = out[places[at], places[other]].T
         return out
 
     def cross_products(self, inputs: Iterable[str | Span], outputs: Iterable[str | Span]) -> Float[Tensor, "p q"]:
@@ -195,7 +196,8 @@ class Moments:
 
     def hold(self, rows: Mapping[str, Float[Tensor, "N p"]], precision: torch.dtype = torch.float64) -> None:
         """Take rows of all variables, to be added together with others once there are enough for one product."""
-        self.held.append({name: rows[name] for name in self.mean})
+        # A copy, so that a few rows do not keep the whole block alive that they are a view of.
+        self.held.append({name: rows[name].clone(memory_format=torch.contiguous_format) for name in self.mean})
         if self.held_rows >= ROWS_PER_PRODUCT:
             self.settle(precision)
 

@@ -36,7 +36,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], described: Mapping[
     """Write one file, atomically, with a checksum of every tensor beside the description."""
     named = {name: tensor.contiguous() for name, tensor in tensors.items()}
     sums = {name: _checksum(tensor) for name, tensor in named.items()}
-    metadata = {key: json.dumps(value) for key, value in (described | {CHECKSUMS: sums}).items()}
+    metadata = {key: json.dumps(value) for key, value in {**described, CHECKSUMS: sums}.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:

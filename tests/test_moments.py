@@ -375,6 +375,12 @@ def test_rows_that_are_held_count_as_those_that_were_added(enough: int, monkeypa
     assert_equal(moments, reference(rows), 1e-10)
 
 
+def test_held_rows_do_not_keep_alive_what_they_were_cut_from() -> None:
+    block, moments = torch.randn(1000, 2), Moments.zeros({"a": 2}, [])
+    moments.hold({"a": block[:3]})
+    assert moments.held[0]["a"].untyped_storage().nbytes() == 3 * 2 * 4
+
+
 @pytest.mark.parametrize("enough", [4, 100])
 def test_held_rows_are_stored_merged_and_selected(
     calibration: CalibrationMoments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enough: int

@@ -81,6 +81,11 @@ def test_spans_name_variables_as_their_text_does(rows: dict[str, Tensor]) -> Non
     assert joint_blocks(spans, []) == joint_blocks(map(str, spans), [])
 
 
+def test_the_product_of_one_part_with_itself_is_cut_out(rows: dict[str, Tensor]) -> None:
+    part = side_by_side(rows, ["source.keys[1:2]"])
+    torch.testing.assert_close(gather(rows, STORED["as-asked"]).gram(["source.keys[1:2]"]), part.T @ part)
+
+
 def test_one_stored_block_is_not_copied(rows: dict[str, Tensor]) -> None:
     moments = gather(rows, STORED["as-asked"])
     block = ("source.keys", "target.keys")
