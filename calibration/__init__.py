@@ -6,6 +6,7 @@ from kvbridge.calibration.config import CalibrationConfig
 from kvbridge.calibration.corpus import Corpus, CorpusConfig, open_corpus
 from kvbridge.calibration.moments import Moments
 from kvbridge.calibration.products import MomentBlock, joint_blocks
+from kvbridge.calibration.sketch import Sketch
 from kvbridge.calibration.store import calibrate_once, moments_folder
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "CorpusConfig",
     "MomentBlock",
     "Moments",
+    "Sketch",
     "calibrate",
     "calibrate_once",
     "joint_blocks",

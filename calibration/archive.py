@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from kvbridge.calibration.blocks import SPLITS
 from kvbridge.calibration.moments import PARTS, Moments, no_products
 from kvbridge.calibration.products import MomentBlock
+from kvbridge.calibration.sketch import Sketch, sketched
 from kvbridge.calibration.tensorfile import StoredTensors, TensorFile, damaged, write_tensors
 from kvbridge.errors import CalibrationError
 from kvbridge.pair import Pair, require_identity
@@ -26,10 +27,12 @@ class CalibrationMoments:
     Attributes:
         sets: moments by (split, part).
         info: what they were collected from and how; `identity` within it decides what may be resumed or merged.
+        sketch: what stands for the source's keys and values in the products, if anything does.
     """
 
     sets: dict[tuple[str, str], Moments]
     info: dict[str, Any] = field(default_factory=dict)
+    sketch: Sketch | None = None
 
     def select(self, split: str, *, first: bool) -> Moments:
         """Moments of a split, with or without the first positions of each block."""
@@ -56,7 +59,7 @@ class CalibrationMoments:
         Raises:
             CalibrationError: naming the first one that was not gathered.
         """
-        self.sets["fit", "rest"].require(blocks)
+        self.sets["fit", "rest"].require(blocks if self.sketch is None else sketched(blocks))
 
     def merge(self, other: CalibrationMoments) -> None:
         """Add the moments of another shard of the same calibration."""
@@ -65,7 +68,9 @@ class CalibrationMoments:
 
     def clone(self) -> CalibrationMoments:
         """A copy in memory, which can be added to."""
-        return CalibrationMoments({at: moments.clone() for at, moments in self.sets.items()}, dict(self.info))
+        return CalibrationMoments(
+            {at: moments.clone() for at, moments in self.sets.items()}, dict(self.info), self.sketch
+        )
 
     def save(self, path: Path) -> None:
         """Write one safetensors file, atomically."""
@@ -74,6 +79,8 @@ class CalibrationMoments:
             for (split, part), moments in self.sets.items()
             for key, value in moments.tensors().items()
         }
+        if self.sketch is not None:
+            named["sketch"] = self.sketch.directions
         rows = {f"{split}/{part}": moments.summed for (split, part), moments in self.sets.items()}
         one = self.sets["fit", "rest"]
         described = {"info": self.info, "rows": rows, "layers": one.layers, "blocks": sorted(one.cross)}
@@ -93,6 +100,8 @@ class CalibrationMoments:
             loaded = cls({(s, p): _stored(file, f"{s}/{p}") for s in SPLITS for p in PARTS}, file.described("info"))
             if not isinstance(loaded.info.get("identity"), dict):
                 raise ValueError("no identity")
+            if "sketch" in file.shapes:
+                loaded.sketch = Sketch(file.read("sketch").clone())
         except (SafetensorError, KeyError, ValueError, TypeError, AttributeError) as error:
             raise damaged(path, error) from error
         return loaded

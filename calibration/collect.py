@@ -17,6 +17,7 @@ from kvbridge.calibration.rows import layer_counts, read_states, residual_layers
 from kvbridge.calibration.shards import finished_shards, merge_shards, parse_shard, shard_path
 from kvbridge.calibration.staged import collect_staged
 from kvbridge.calibration.sums import Summation, Wanted, batches_of
+from kvbridge.errors import UsageError
 from kvbridge.pair import Pair, require_length
 from kvbridge.processes import process_state
 
@@ -48,6 +49,8 @@ def _collect(
     batches = batches_of(drawn, config.batch, shard, shards)
     geometries = pair.geometry("source"), pair.geometry("target")
     layers, variables = layer_counts(*geometries), variables_of(blocks)
+    if config.sketch is not None and shards > 1:
+        raise UsageError("calibration.sketch needs all states in one place; start one process.")
     if config.stage:
         return collect_staged(pair, config, corpus, blocks, drawn, batches, path)
     states = _LiveStates(pair, drawn, config.pairing, residual_layers(variables, layers))

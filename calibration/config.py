@@ -12,6 +12,7 @@ import torch
 from kvbridge.calibration.corpus import Corpus, CorpusConfig
 from kvbridge.calibration.products import MomentBlock, missing_products, plain_blocks
 from kvbridge.calibration.rows import layer_counts
+from kvbridge.calibration.sketch import sketched
 from kvbridge.errors import CalibrationError, UsageError
 from kvbridge.pair import Pair, pair_identity
 
@@ -39,6 +40,8 @@ class CalibrationConfig(CorpusConfig):
         keep_staged: keep them afterwards, for other mappers' moments of the same text.
         memory_gb: memory for the sums of staged states, in 10⁹ bytes; they are summed in passes over target layers
             where they take more. No limit by default.
+        sketch: how many leading principal directions of each source layer, keys and values together, stand for it in
+            the products; none by default. It needs staged states.
         shard: `i/n` collects the i-th of n parts only; without it complete shards are merged, or all is collected.
     """
 
@@ -53,6 +56,7 @@ class CalibrationConfig(CorpusConfig):
     stage: bool | str = False
     keep_staged: bool = False
     memory_gb: float | None = None
+    sketch: int | None = None
     shard: str | None = None
 
     def __post_init__(self) -> None:
@@ -67,6 +71,11 @@ class CalibrationConfig(CorpusConfig):
                 f"calibration.memory_gb={self.memory_gb:g}: expected more than 0, and states that are staged; add "
                 "calibration.stage=true."
             )
+        if self.sketch is not None and not (self.stage and self.sketch > 0 and self.shard is None):
+            raise UsageError(
+                f"calibration.sketch={self.sketch}: expected 1 or more, and all states staged in one place; add "
+                "calibration.stage=true and leave out calibration.shard."
+            )
         if self.keep_staged and not self.stage:
             raise UsageError("calibration.keep_staged=true keeps staged states; add calibration.stage=true.")
         if self.batch < 1:
@@ -75,8 +84,11 @@ class CalibrationConfig(CorpusConfig):
 
 def identity(pair: Pair, corpus: Corpus, config: CalibrationConfig, blocks: Iterable[MomentBlock]) -> dict[str, Any]:
     """All that decides the moments' values; two runs may share moments if these are equal."""
+    sketch = {} if config.sketch is None else {"calibration.sketch": config.sketch}
     gathered = plain_blocks(blocks, layer_counts(pair.geometry("source"), pair.geometry("target")))
-    return {
+    if sketch:
+        gathered = sketched(gathered)
+    return sketch | {
         **{f"pair.{part}": value for part, value in pair_identity(pair).items()},
         "pair.dtype": f"{pair.dtype('source')}/{pair.dtype('target')}",
         "calibration.corpus": corpus.fingerprint,

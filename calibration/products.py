@@ -14,6 +14,9 @@ from kvbridge.errors import CalibrationError, UsageError
 from kvbridge.variables import VARIABLES, Span
 
 MomentBlock = tuple[str, str]
+# Stands for the source's keys and values, where a calibration makes a sketch of them.
+SKETCH = "source.sketch"
+KNOWN = (SKETCH, *VARIABLES)
 # Stands for the last layer of a model whose depth is not known.
 UNKNOWN_END = 2**31
 
@@ -99,7 +102,7 @@ def canonical(a: str, b: str) -> MomentBlock:
 
     def place(name: str) -> tuple[int, str, int, int]:
         extent = Extent.of(name, {})
-        known = VARIABLES.index(extent.variable) if extent.variable in VARIABLES else len(VARIABLES)
+        known = KNOWN.index(extent.variable) if extent.variable in KNOWN else len(KNOWN)
         return known, extent.variable, extent.start, extent.stop
 
     first, second = sorted((a, b), key=place)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvbridge import compat
 from kvbridge.calibration.moments import CACHE_VARIABLES
-from kvbridge.calibration.products import MomentBlock
+from kvbridge.calibration.products import KNOWN, SKETCH, Extent, MomentBlock
 from kvbridge.forms import KINDS
 from kvbridge.geometry import KVGeometry
 from kvbridge.model import KVModel
@@ -24,7 +24,7 @@ from kvbridge.variables import VARIABLES, Span
 def layer_counts(source: KVGeometry, target: KVGeometry) -> dict[str, int]:
     """How many layers each variable has."""
     depth = {"source": source.layers, "target": target.layers}
-    return {name: depth[name.split(".")[0]] for name in VARIABLES}
+    return {name: depth[name.split(".")[0]] for name in KNOWN}
 
 
 def variables_of(blocks: Iterable[MomentBlock]) -> list[str]:
@@ -32,11 +32,21 @@ def variables_of(blocks: Iterable[MomentBlock]) -> list[str]:
     return sorted({*CACHE_VARIABLES, *(name for block in blocks for name in block)})
 
 
-def widths_of(names: Iterable[str], source: KVGeometry, target: KVGeometry) -> dict[str, int]:
-    """Width of each variable's rows."""
-    layers, geometries = layer_counts(source, target), {"source": source, "target": target}
-    spans = {name: Span.parse(name, layers[name.partition("[")[0]]) for name in names}
-    return {name: span.width(geometries[span.role]) for name, span in spans.items()}
+def layer_widths(source: KVGeometry, target: KVGeometry, sketch: int | None = None) -> dict[str, int]:
+    """Width of one layer's rows of each variable; a sketch cannot be wider than what it stands for."""
+    geometries = {"source": source, "target": target}
+    widths = {name: Span(name, 0, 1).width(geometries[name.split(".")[0]]) for name in VARIABLES}
+    both = widths["source.keys"] + widths["source.values"]
+    return widths | {SKETCH: min(sketch or both, both)}
+
+
+def widths_of(
+    names: Iterable[str], source: KVGeometry, target: KVGeometry, sketch: int | None = None
+) -> dict[str, int]:
+    """Width of each variable's rows; `sketch` numbers per source layer."""
+    layers, one = layer_counts(source, target), layer_widths(source, target, sketch)
+    extents = {name: Extent.of(name, layers) for name in names}
+    return {name: len(extent) * one[extent.variable] for name, extent in extents.items()}
 
 
 def residual_layers(names: Iterable[str], layers: Mapping[str, int]) -> tuple[int, ...]:
@@ -84,15 +94,15 @@ def cut_rows(read: Mapping[str, Float[Tensor, "B T p"]], name: str, depth: int) 
     """Rows of one variable.
 
     Args:
-        read: what `read_states` gave, of the role that the variable belongs to.
+        read: what `read_states` gave, of the role that the variable belongs to, and the sketch where there is one.
         name: of the variable.
         depth: how many layers its model has.
     """
-    span = Span.parse(name, depth)
-    if span.states in KINDS:
-        whole = read[span.variable]
+    extent = Extent.of(name, {name: depth})
+    whole = read.get(extent.variable)
+    if whole is not None:
         one = whole.shape[-1] // depth
-        return whole[..., span.start * one : span.stop * one].flatten(0, 1)
-    streams = [read[residual_name(layer)] for layer in span.layers]
-    kept = [normed(stream) if span.states == "normed_residual" else stream for stream in streams]
+        return whole[..., extent.start * one : extent.stop * one].flatten(0, 1)
+    streams = [read[residual_name(layer)] for layer in range(extent.start, extent.stop)]
+    kept = [normed(stream) if extent.variable.endswith("normed_residual") else stream for stream in streams]
     return torch.cat(kept, dim=-1).flatten(0, 1)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float
+from safetensors import SafetensorError
 from torch import Tensor
 
 from kvbridge.calibration.archive import CalibrationMoments, side_by_side
@@ -17,12 +19,16 @@ from kvbridge.calibration.config import CalibrationConfig, identity, require_sam
 from kvbridge.calibration.corpus import Corpus
 from kvbridge.calibration.moments import ROWS_PER_PRODUCT
 from kvbridge.calibration.passes import pass_variables, plan_passes
-from kvbridge.calibration.products import MomentBlock
+from kvbridge.calibration.products import SKETCH, MomentBlock, joint_blocks
 from kvbridge.calibration.rows import layer_counts, residual_layers, variables_of, widths_of
+from kvbridge.calibration.sketch import SKETCHED, Sketch, principal_directions, sketched
 from kvbridge.calibration.staging import StagedStates, stage_model
 from kvbridge.calibration.sums import FIRST_POSITIONS, Summation, Wanted
+from kvbridge.calibration.tensorfile import TensorFile, damaged, write_tensors
 from kvbridge.fingerprint import digest
+from kvbridge.geometry import KVGeometry
 from kvbridge.pair import ROLES, Pair
+from kvbridge.variables import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,23 +40,28 @@ class StagedPair:
         target: of the target.
         drawn: the blocks.
         pairing: which of the target's blocks goes with one of the source's.
+        sketch: what stands for the source's keys and values, if anything does.
     """
 
     source: StagedStates
     target: StagedStates
     drawn: BlockSet
     pairing: str
+    sketch: Sketch | None = None
 
     @classmethod
     def under(cls, folder: Path, drawn: BlockSet, pairing: str) -> StagedPair:
-        return cls(*(StagedStates(folder / role, role) for role in ROLES), drawn, pairing)
+        source, target = (StagedStates(folder / role, role) for role in ROLES)
+        return cls(source, target, drawn, pairing)
 
     def partners(self, numbers: list[int]) -> list[int]:
         return [self.drawn.partner(number, self.pairing) for number in numbers]
 
     def read(self, numbers: list[int]) -> dict[str, Float[Tensor, "B T p"]]:
-        """States of both models, as they were staged."""
-        return self.source.read(numbers) | self.target.read(self.partners(numbers))
+        """States of both models, as they were staged, and the source's sketch."""
+        read = self.source.read(numbers)
+        stands = {} if self.sketch is None else {SKETCH: self.sketch.rows(read)}
+        return read | stands | self.target.read(self.partners(numbers))
 
     def stage(self, pair: Pair, numbers: list[int], residuals: tuple[int, ...], batch: int) -> None:
         """Stage what is missing, one model after the other."""
@@ -87,6 +98,37 @@ def sets_summed(drawn: BlockSet, batches: list[list[int]]) -> int:
     return sum((count > 0) + (count * FIRST_POSITIONS >= ROWS_PER_PRODUCT) for count in counts)
 
 
+def find_sketch(
+    states: StagedStates,
+    batches: list[list[int]],
+    drawn: BlockSet,
+    config: CalibrationConfig,
+    identity: dict[str, Any],
+    geometry: KVGeometry,
+    path: Path,
+) -> Sketch:
+    """The sketch of staged source states, kept in the file `path` so that a resumed run goes on with the same one.
+
+    Raises:
+        CalibrationError: the file is damaged.
+    """
+    if not path.exists():
+        names = [[str(Span(name, layer, layer + 1)) for name in SKETCHED] for layer in range(geometry.layers)]
+        blocks = frozenset[MomentBlock]().union(*(joint_blocks(pair, []) for pair in names))
+        widths = widths_of([name for pair in names for name in pair], geometry, geometry)
+        sums = Wanted(blocks, widths, layer_counts(geometry, geometry), identity)
+        at = path.with_name(f"{path.name}.sums")
+        fit = [batch for batch in batches if drawn.split[batch[0]] == SPLITS.index("fit")]
+        moments = Summation(states, drawn, config, sums, at).run(fit, "sketch")
+        directions = principal_directions(moments.sets["fit", "rest"], geometry.layers, config.sketch or 0)
+        write_tensors(path, {"directions": directions.float()}, {})
+        at.unlink()
+    try:
+        return Sketch(TensorFile(path).read("directions").clone())
+    except (SafetensorError, ValueError) as error:
+        raise damaged(path, error) from error
+
+
 def collect_staged(
     pair: Pair,
     config: CalibrationConfig,
@@ -104,15 +146,19 @@ def collect_staged(
     """
     started = time.monotonic()
     geometries = pair.geometry("source"), pair.geometry("target")
-    layers, variables = layer_counts(*geometries), variables_of(blocks)
-    widths = widths_of(variables, *geometries)
+    summed = blocks if config.sketch is None else sketched(blocks)
+    layers, variables = layer_counts(*geometries), variables_of(summed)
+    widths = widths_of(variables, *geometries, config.sketch)
     memory = None if config.memory_gb is None else config.memory_gb * 1e9
-    passes = plan_passes(blocks, widths, layers, sets_summed(drawn, batches), memory)
+    passes = plan_passes(summed, widths, layers, sets_summed(drawn, batches), memory)
     states = StagedPair.under(staging_folder(config, path), drawn, config.pairing)
     states.stage(
         pair, [number for batch in batches for number in batch], residual_layers(variables, layers), config.batch
     )
     wanted = identity(pair, corpus, config, blocks)
+    kept = path.with_name(f"{path.name}.sketch")
+    if config.sketch is not None:
+        states = replace(states, sketch=find_sketch(states.source, batches, drawn, config, wanted, geometries[0], kept))
     found = []
     for number, part in enumerate(passes, start=1):
         at = path if len(passes) == 1 else path.with_name(f"{path.name}.pass-{digest(sorted(part))}")
@@ -120,14 +166,15 @@ def collect_staged(
             require_same(CalibrationMoments.load(at).info["identity"], wanted, at)
         else:
             names = pass_variables(part, passes, layers)
-            one = Wanted(part, widths_of(names, *geometries), layers, wanted)
+            one = Wanted(part, widths_of(names, *geometries, config.sketch), layers, wanted)
             Summation(states, drawn, config, one, at).run(batches, f"sum {number}/{len(passes)}")
         found.append(CalibrationMoments.load(at))
     joined = side_by_side(found)
+    joined.sketch = states.sketch
     joined.info["seconds"] = max(joined.info["seconds"], time.monotonic() - started)
     joined.save(path)
-    for leftover in path.parent.glob(f"{path.name}.pass-*"):
-        leftover.unlink()
+    for leftover in (kept, *path.parent.glob(f"{path.name}.pass-*")):
+        leftover.unlink(missing_ok=True)
     if not config.keep_staged:
         states.remove()
     return CalibrationMoments.load(path)
