@@ -6,6 +6,8 @@ from kvbridge.calibration.config import CalibrationConfig
 from kvbridge.calibration.corpus import Corpus, CorpusConfig, open_corpus
 from kvbridge.calibration.moments import Moments
 from kvbridge.calibration.products import MomentBlock, joint_blocks
+from kvbridge.calibration.shapes import ModelShape, model_shape
+from kvbridge.calibration.sizes import CalibrationSizes, SizeSettings, calibration_sizes, sizes_table
 from kvbridge.calibration.sketch import Sketch
 from kvbridge.calibration.store import calibrate_once, moments_folder
 
@@ -13,14 +15,20 @@ __all__ = [
     "MOMENTS",
     "CalibrationConfig",
     "CalibrationMoments",
+    "CalibrationSizes",
     "Corpus",
     "CorpusConfig",
+    "ModelShape",
     "MomentBlock",
     "Moments",
+    "SizeSettings",
     "Sketch",
     "calibrate",
     "calibrate_once",
+    "calibration_sizes",
     "joint_blocks",
+    "model_shape",
     "moments_folder",
     "open_corpus",
+    "sizes_table",
 ]
