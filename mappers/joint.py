@@ -6,18 +6,20 @@ affordable where there are few KV heads; `shared_basis` makes it cheap for the o
 
 from __future__ import annotations
 
+import math
+import sys
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from kvbridge.calibration import CalibrationMoments, MomentBlock
+from kvbridge.errors import UsageError
 from kvbridge.forms import SharedBasis
 from kvbridge.geometry import KVGeometry
 from kvbridge.mappers.base import FittedMap
 from kvbridge.mappers.joint_inputs import (
     JointFit,
     JointProblem,
-    candidates,
-    check_options,
+    Penalty,
     choose_penalties,
     finished_map,
     joined,
@@ -38,6 +40,8 @@ class Joint:
         penalties: λ on the correlation scale (unit diagonal), to choose from for each layer and kind.
         other_kind: how many times dearer inputs of the other kind may be than those of the own, to choose from.
         native: how many times dearer what the target computes natively may be, to choose from.
+        distance: by how much of itself λ may grow with each source layer of distance, to choose from; other than 0
+            every target layer takes a factorisation of its own.
     """
 
     name: ClassVar[str] = "joint"
@@ -47,11 +51,28 @@ class Joint:
     penalties: list[float] = field(default_factory=lambda: [1e-4, 1e-3, 1e-2])
     other_kind: list[float] = field(default_factory=lambda: [1.0])
     native: list[float] = field(default_factory=lambda: [1.0])
+    distance: list[float] = field(default_factory=lambda: [0.0])
 
     def __post_init__(self) -> None:
-        check_options(
-            self.native_head, self.boundary, self.penalties, {"other_kind": self.other_kind, "native": self.native}
-        )
+        for option, given in (("native_head", self.native_head), ("boundary", self.boundary)):
+            if given is not None and given < 0:
+                raise UsageError(f"mapper.{option}={given}: give a layer of the target, 0 or more, or null.")
+        for option in ("penalties", "other_kind", "native", "distance"):
+            values = list(getattr(self, option))
+            least = 0 if option == "distance" else sys.float_info.min
+            if not values or not all(least <= value < math.inf for value in values):
+                raise UsageError(f"mapper.{option}={values}: give one or more positive numbers to choose from.")
+
+    @property
+    def candidates(self) -> list[Penalty]:
+        """Every combination of λ and of how much dearer each group of inputs is than the own kind."""
+        return [
+            Penalty(own, own * other, own * native, distance)
+            for own in self.penalties
+            for other in self.other_kind
+            for native in self.native
+            for distance in self.distance
+        ]
 
     def blocks(self) -> frozenset[MomentBlock]:
         return needed_blocks(self.native_head, self.boundary)
@@ -66,7 +87,7 @@ class Joint:
             UsageError: native head and boundary do not fit the target.
         """
         problem = JointProblem.of(moments, source, target, self.native_head, self.boundary)
-        chosen = choose_penalties(problem, candidates(self.penalties, self.other_kind, self.native))
+        chosen = choose_penalties(problem, self.candidates)
         return problem, solve_joint(problem, chosen)
 
     def fit(self, moments: CalibrationMoments, source: KVGeometry, target: KVGeometry) -> FittedMap:
@@ -76,7 +97,7 @@ class Joint:
             CalibrationError, UsageError: as `solve`.
         """
         problem, solved = self.solve(moments, source, target)
-        expand = solved.weight / problem.spread[:, None].float()
+        expand = problem.on_inputs(solved.weight)
         bias = problem.bias(solved.weight, problem.outputs)
         form = SharedBasis(
             problem.inputs, joined(problem.outputs), None, expand, bias, target.kv_heads, target.head_dim

@@ -7,7 +7,6 @@ which the exact keys and values of those layers are linear functions.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvbridge.calibration import CalibrationMoments, MomentBlock, Moments, joint_blocks
+from kvbridge.calibration import CalibrationMoments, MomentBlock, Moments, Sketch, joint_blocks
 from kvbridge.errors import CalibrationError, UsageError
 from kvbridge.forms import KINDS, Form
 from kvbridge.geometry import KVGeometry
@@ -33,22 +32,31 @@ class Penalty:
     """A ridge penalty on the correlation scale, by what an input is to an output.
 
     Attributes:
-        own: λ of the inputs of the output's own kind, and of all inputs of an output that is neither keys nor values.
+        own: λ of the inputs of the output's own kind, and of all where inputs or outputs are neither keys nor values.
         other: of the inputs of the other kind.
         native: of what the target has computed itself.
+        distance: by how much of itself λ grows with each layer between a source layer and the one at the output's
+            relative depth.
     """
 
     own: float
     other: float
     native: float
+    distance: float
 
-    def diagonal(self, problem: JointProblem, kind: str) -> Float[Tensor, "p"]:
-        """λ of each input for outputs of a kind."""
+    def diagonal(self, problem: JointProblem, output: Span) -> Float[Tensor, "p"]:
+        """λ of each input for one output."""
+        depth = problem.source.layers
+        matching = (output.start + 0.5) / problem.target.layers * depth - 0.5
+        away = 1 + self.distance * (torch.arange(depth, dtype=torch.float64) - matching).abs()
         parts = []
-        for span, width in problem.input_widths.items():
-            mixed = kind in KINDS and span.states != kind
-            weight = self.native if span.role == "target" else self.other if mixed else self.own
-            parts.append(torch.full((width,), weight, dtype=torch.float64))
+        for name, width in problem.feature_widths.items():
+            role, kind = name.partition("[")[0].split(".")
+            mixed = {kind, output.states} == set(KINDS)
+            if role == "source":
+                parts.append((self.other if mixed else self.own) * away.repeat_interleave(width // depth))
+            else:
+                parts.append(torch.full((width,), self.native, dtype=torch.float64))
         return torch.cat(parts)
 
 
@@ -87,6 +95,7 @@ class JointProblem:
         target: geometry of the target.
         fit: moments that weights are solved from.
         held_out: moments that choices are made on; without rows the first choice is taken.
+        sketch: what stands for the source's keys and values in the moments, if anything does.
     """
 
     inputs: tuple[Span, ...]
@@ -95,6 +104,7 @@ class JointProblem:
     target: KVGeometry
     fit: Moments
     held_out: Moments
+    sketch: Sketch | None = None
 
     @classmethod
     def of(
@@ -123,8 +133,8 @@ class JointProblem:
         if boundary is not None:
             outputs.append(Span("target.residual", boundary, boundary + 1))
         fit, held_out = moments.select("fit", first=False), moments.select("held_out", first=False)
-        problem = cls(inputs, tuple(outputs), source, target, fit, held_out)
-        features = sum(problem.input_widths.values())
+        problem = cls(inputs, tuple(outputs), source, target, fit, held_out, moments.sketch)
+        features = sum(problem.feature_widths.values())
         if fit.rows <= features:
             raise CalibrationError(
                 f"{fit.rows} calibration rows for {features} features: a joint fit needs more rows than features (ten "
@@ -133,8 +143,18 @@ class JointProblem:
         return problem
 
     @cached_property
-    def input_widths(self) -> dict[Span, int]:
-        return {span: span.width(self.source if span.role == "source" else self.target) for span in self.inputs}
+    def features(self) -> list[str]:
+        """Variables of the moments that are regressed on: the inputs, or what stands for them."""
+        return [str(span) for span in self.inputs] if self.sketch is None else self.sketch.features(self.inputs)
+
+    @cached_property
+    def feature_widths(self) -> dict[str, int]:
+        return {name: len(self.fit.means([name])) for name in self.features}
+
+    def on_inputs(self, weight: Float[Tensor, "p R"]) -> Float[Tensor, "i R"]:
+        """Weights of the inputs as they are, from those of the features in the units of `correlation`."""
+        plain = weight / self.spread[:, None].to(weight.dtype)
+        return plain if self.sketch is None else self.sketch.unsketched(plain)
 
     @cached_property
     def columns(self) -> dict[Span, slice]:
@@ -148,19 +168,19 @@ class JointProblem:
 
     @cached_property
     def spread(self) -> Float[Tensor, "p"]:
-        """Root of each input's centred sum of squares; 1 for a constant."""
-        spread = self.fit.squares(self.inputs).sqrt()
+        """Root of each feature's centred sum of squares; 1 for a constant."""
+        spread = self.fit.squares(self.features).sqrt()
         return torch.where(spread > 0, spread, torch.ones_like(spread))
 
     @cached_property
     def correlation(self) -> Float[Tensor, "p p"]:
-        """Products of the inputs on the correlation scale."""
-        return self.fit.gram(self.inputs) / self.spread[:, None] / self.spread
+        """Products of the features on the correlation scale."""
+        return self.fit.gram(self.features) / self.spread[:, None] / self.spread
 
     @cached_property
     def held_correlation(self) -> Float[Tensor, "p p"]:
-        """Held-out products of the inputs in the units of `correlation`, in fp32."""
-        return (self.held_out.gram(self.inputs) / self.spread[:, None] / self.spread).float()
+        """Held-out products of the features in the units of `correlation`, in fp32."""
+        return (self.held_out.gram(self.features) / self.spread[:, None] / self.spread).float()
 
     @property
     def width(self) -> int:
@@ -173,8 +193,8 @@ class JointProblem:
         return torch.arange(0, width, max(1, width // COMPARED))
 
     def products(self, moments: Moments, columns: dict[Span, Int[Tensor, "n"]]) -> Float[Tensor, "p q"]:
-        """Products of the inputs, in the units of `correlation`, and some coordinates of outputs."""
-        cross = torch.cat([moments.cross_products(self.inputs, [span])[:, at] for span, at in columns.items()], dim=1)
+        """Products of the features, in the units of `correlation`, and some coordinates of outputs."""
+        cross = torch.cat([moments.cross_products(self.features, [span])[:, at] for span, at in columns.items()], dim=1)
         return cross / self.spread[:, None]
 
     def held_residual(self, weight: Float[Tensor, "p q"], columns: dict[Span, Int[Tensor, "n"]]) -> Float[Tensor, "q"]:
@@ -186,12 +206,12 @@ class JointProblem:
 
     def bias(self, weight: Float[Tensor, "p q"], spans: Iterable[Span]) -> Float[Tensor, "q"]:
         """Intercepts that belong to weights of some outputs."""
-        return (self.fit.means(spans) - (self.fit.means(self.inputs) / self.spread) @ weight.double()).float()
+        return (self.fit.means(spans) - (self.fit.means(self.features) / self.spread) @ weight.double()).float()
 
     def r2(self, weight: Float[Tensor, "p q"]) -> dict[Span, list[float]]:
         """Held-out R² of each head of each output (of a residual stream as a whole), intercepts included."""
         bias, found = self.bias(weight, self.outputs).double(), {}
-        means = self.held_out.means(self.inputs) / self.spread
+        means = self.held_out.means(self.features) / self.spread
         for span, columns in self.columns.items():
             mine = weight[:, columns].double()
             residual = self.held_residual(mine, {span: torch.arange(mine.shape[1])})
@@ -207,7 +227,7 @@ class JointFit:
     """A solved joint regression.
 
     Attributes:
-        weight: full-rank weights, inputs in the units of `JointProblem.correlation`.
+        weight: full-rank weights, features in the units of `JointProblem.correlation`.
         penalties: what was chosen for each output.
     """
 
@@ -215,24 +235,16 @@ class JointFit:
     penalties: dict[Span, Penalty]
 
 
-def candidates(penalties: Iterable[float], other_kind: Iterable[float], native: Iterable[float]) -> list[Penalty]:
-    """Every combination of λ and of how much dearer the other kind and native features are than the own kind."""
-    return [Penalty(own, own * other, own * free) for own in penalties for other in other_kind for free in native]
-
-
 def _factors(
     problem: JointProblem, penalty: Penalty, spans: Iterable[Span]
 ) -> Iterator[tuple[list[Span], Float[Tensor, "p p"]]]:
     """Outputs that are penalised alike, and the Cholesky factor that they share."""
-    kinds: dict[str, list[Span]] = {}
-    for span in spans:
-        kinds.setdefault(span.states, []).append(span)
-    left = {kind: penalty.diagonal(problem, kind) for kind in kinds}
+    left = {span: penalty.diagonal(problem, span) for span in spans}
     while left:
         diagonal = next(iter(left.values()))
-        alike = [kind for kind, each in left.items() if torch.equal(each, diagonal)]
-        yield [s for kind in alike for s in kinds[kind]], factor_gram(problem.correlation, diagonal, "correlation")
-        left = {kind: each for kind, each in left.items() if kind not in alike}
+        alike = [span for span, each in left.items() if torch.equal(each, diagonal)]
+        yield alike, factor_gram(problem.correlation, diagonal, "correlation")
+        left = {span: each for span, each in left.items() if span not in alike}
 
 
 def choose_penalties(problem: JointProblem, penalties: list[Penalty]) -> dict[Span, Penalty]:
@@ -263,23 +275,6 @@ def solve_joint(problem: JointProblem, chosen: dict[Span, Penalty]) -> JointFit:
                 every = {span: torch.arange(span.width(problem.target))}
                 weight[:, columns[span]] = torch.cholesky_solve(problem.products(problem.fit, every), factor).float()
     return JointFit(weight, chosen)
-
-
-def check_options(
-    native_head: int | None, boundary: int | None, penalties: Iterable[float], factors: dict[str, Iterable[float]]
-) -> None:
-    """Refuse options that no pair could be fitted with.
-
-    Raises:
-        UsageError: naming the option.
-    """
-    for option, given in (("native_head", native_head), ("boundary", boundary)):
-        if given is not None and given < 0:
-            raise UsageError(f"mapper.{option}={given}: give a layer of the target, 0 or more, or null.")
-    for option, values in ({"penalties": penalties} | factors).items():
-        listed = list(values)
-        if not listed or not all(0 < value < math.inf for value in listed):
-            raise UsageError(f"mapper.{option}={listed}: give one or more positive numbers to choose from.")
 
 
 def finished_map(problem: JointProblem, forms: tuple[Form, ...], weight: Float[Tensor, "p q"]) -> FittedMap:

@@ -92,7 +92,7 @@ class ReducedRank:
             reduce, expand = self._factor(problem, solved.weight[:, columns], spans)
             weight[:, columns] = reduce @ expand
             bias = problem.bias(weight[:, columns], spans)
-            scaled = reduce / problem.spread[:, None].float()
+            scaled = problem.on_inputs(reduce)
             forms.append(
                 SharedBasis(problem.inputs, joined(spans), scaled, expand, bias, target.kv_heads, target.head_dim)
             )

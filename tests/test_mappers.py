@@ -47,7 +47,7 @@ MAPPERS: list[Mapper] = [
     Ridge(k=1, heads="matched"),
     Random(),
     Joint(),
-    Joint(native_head=1, other_kind=[1.0, 10.0], native=[0.1, 1.0]),
+    Joint(native_head=1, other_kind=[1.0, 10.0], native=[0.1, 1.0], distance=[0.0, 0.5]),
     Joint(native_head=None, boundary=2),
     ReducedRank(rank=12),
     ReducedRank(rank=4, groups=2, metric="coordinate", joint=Joint(native_head=1)),
