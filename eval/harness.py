@@ -111,16 +111,16 @@ class PairLM(TemplateLM):
         plan = {name: given.pop(name) for name in PLAN if name in given}
         if str(plan.get("native_head")).lower() in ("none", "null"):
             plan["native_head"] = None
-        arm, bridge = given.pop("arm", "mapped"), given.pop("bridge", None)
+        arm, bridge, name = given.pop("arm", "mapped"), given.pop("bridge", None), given.pop("map", None)
         names = ("source", "target", "source_revision", "target_revision", "dtype", "device", "trust_remote_code")
         unknown = sorted(given.keys() - set(names))
         if unknown or "source" not in given:
             raise UsageError(
                 f"--model_args {'has ' + unknown[0] if unknown else 'lacks source'}; expected "
-                f"{', '.join((*names, 'bridge', 'arm', *PLAN))}."
+                f"{', '.join((*names, 'bridge', 'map', 'arm', *PLAN))}."
             )
         pair = load_pair(**given)
-        mapping = FormMap.of(Bridge.from_pretrained(bridge, pair=pair)) if bridge else None
+        mapping = FormMap.of(Bridge.from_pretrained(bridge, pair=pair), name) if bridge else None
         return cls(pair, arm, HandoffPlan(**plan), mapping)
 
     @property

@@ -3,6 +3,7 @@
 schema              version of this layout
 run                 versions, seeds, git revision, device, dtype, wall times, settings, fingerprint of the text
 pair                both models: name, revision, fingerprint, geometry; the tokenizer's fingerprint
+map                 name of the map in the bridge
 mapper, plan        method and hyper-parameters; what was computed natively
 calibration         what the map was fitted on
 arms                arm → metric → {mean, ci95, n}; `gap_recovered` may have mean null and a reason
@@ -158,17 +159,30 @@ def build_results(
     config: EvalConfig,
     measured: dict[str, Any],
     run: dict[str, Any],
+    name: str | None = None,
 ) -> dict[str, Any]:
-    """Assemble `results.json` from what `suite.measure` gave: the records of the documents, and the other parts."""
+    """Assemble `results.json` from what `suite.measure` gave: the records of the documents, and the other parts.
+
+    Args:
+        pair: source and target.
+        bridge: whose map was scored.
+        mapping: that map.
+        plan: what the target computed natively.
+        config: what was asked for.
+        measured: from `suite.measure`.
+        run: from `describe_run`.
+        name: of the map; may be left out where the bridge has one alone.
+    """
     records = measured["documents"]
     arms = summarise_arms(records, config)
-    chosen = bridge.map()
+    chosen = bridge.map(name)
     evidence = chosen.evidence
     samples = [{"id": record["id"], **record["sample"]} for record in records if "sample" in record]
     return {
         "schema": SCHEMA,
         "run": run,
         "pair": pair.describe(),
+        "map": bridge.map_name(name),
         "mapper": chosen.mapper,
         "plan": plan.to_dict(),
         "calibration": bridge.calibration,

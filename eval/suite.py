@@ -84,11 +84,19 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A bridge that is scored on a task, with the map that it executes."""
+    """A bridge that is scored on a task, with the one of its maps that is executed.
+
+    Attributes:
+        task: what is scored.
+        bridge: whose map it is.
+        mapping: what is executed.
+        name: of the map; may be left out where the bridge has one alone.
+    """
 
     task: Task
     bridge: Bridge
     mapping: FormMap
+    name: str | None = None
 
     def identity(self, **settings: Any) -> dict[str, Any]:
         """What finished records depend on: pair, bridge, plan, text, and the settings that they read."""
@@ -98,6 +106,7 @@ class Subject:
             "dtype": f"{task.pair.source.dtype}/{task.pair.target.dtype}",
             "device": str(task.pair.target.device),
             "bridge": self.bridge.fingerprint(),
+            "map": self.bridge.map_name(self.name),
             "plan": task.plan.to_dict(),
             "corpus": task.corpus.fingerprint,
             "text_field": task.config.text_field,

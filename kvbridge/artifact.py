@@ -195,6 +195,17 @@ def _require_replaceable(folder: Path) -> None:
         )
 
 
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous tensors in main memory, no two of which share it: safetensors refuses those."""
+    made: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        whole = tensor.contiguous().cpu()
+        made[name] = whole.clone() if whole.untyped_storage().data_ptr() in seen else whole
+        seen.add(made[name].untyped_storage().data_ptr())
+    return made
+
+
 def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], card: str) -> None:
     """Write a bridge folder, all of it or nothing; an existing bridge is replaced, any other folder refused.
 
@@ -209,7 +220,7 @@ def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor
     config = header | config | {"tensors": {name: _describe(name, tensor) for name, tensor in sorted(tensors.items())}}
     contents = {
         CONFIG: (json.dumps(config, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode(),
-        WEIGHTS: save({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}),
+        WEIGHTS: save(_apart(tensors)),
     }
     contents[SUMS] = "".join(f"{hashlib.sha256(contents[name]).hexdigest()}  {name}\n" for name in SUMMED).encode()
     contents[CARD] = card.encode()

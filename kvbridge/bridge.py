@@ -15,6 +15,7 @@ from kvbridge.errors import ArtifactError, UsageError
 from kvbridge.fingerprint import digest
 from kvbridge.layout import BridgeMap, pack, unpack
 from kvbridge.pair import ModelPair
+from kvbridge.structure import require_points
 
 CARD_TEMPLATE = """---
 library_name: kvbridge
@@ -33,7 +34,7 @@ without reading the prompt again. Mapped caches are approximate and must never e
 | calibration | {calibration} |
 | source fingerprint | `{source_fingerprint}` |
 | target fingerprint | `{target_fingerprint}` |
-
+{points}
 ```python
 from kvbridge import Bridge, load_pair
 pair = load_pair("{source}", "{target}")
@@ -51,12 +52,16 @@ class Bridge:
         identity: the pair's fingerprints, as `ModelPair.identity` gives them.
         pair: description of both models.
         calibration: what the moments were collected from.
+        points: what maps under plans were measured to cost and to reach, one JSON object each: `map`, `plan`, `share`
+            of prefill FLOPs, `kl`, `kl_first`, `source_kl`, `gap_recovered`, `documents`, and `text`, the fingerprint
+            of what they were measured on.
     """
 
     maps: dict[str, BridgeMap]
     identity: dict[str, str]
     pair: dict[str, Any]
     calibration: dict[str, Any] = field(default_factory=dict)
+    points: list[dict[str, Any]] = field(default_factory=list)
 
     def map(self, name: str | None = None) -> BridgeMap:
         """The map called `name`, or the only one.
@@ -64,12 +69,20 @@ class Bridge:
         Raises:
             UsageError: there is none of that name, or no name was given and there are several.
         """
+        return self.maps[self.map_name(name)]
+
+    def map_name(self, name: str | None = None) -> str:
+        """The name that `map` would take.
+
+        Raises:
+            UsageError: there is no such map, or no name was given and there are several.
+        """
         listed = ", ".join(self.maps)
         if name is None and len(self.maps) != 1:
-            raise UsageError(f"the bridge has the maps {listed}; say which one, by its name.")
+            raise UsageError(f"the bridge has the maps {listed}; say which one, map=NAME.")
         if name is not None and name not in self.maps:
             raise UsageError(f"the bridge has no map {name!r}; it has {listed}.")
-        return self.maps[name if name is not None else next(iter(self.maps))]
+        return name if name is not None else next(iter(self.maps))
 
     def parameters(self) -> int:
         """Numbers in the maps' weights and biases."""
@@ -101,15 +114,18 @@ class Bridge:
             dtype: of the stored weights; biases stay in fp32.
 
         Raises:
-            ArtifactError: the folder holds something else, or a weight is not finite.
+            ArtifactError: the folder holds something else, a weight is not finite, or a point is of no map.
         """
         described, tensors = pack({name: each.to(dtype=dtype) for name, each in self.maps.items()})
+        layers = self.pair["target"]["geometry"]["layers"]
+        require_points(self.points, list(self.maps), layers, "this bridge")
         config = {
             "kvbridge_version": version("kvbridge"),
             "identity": self.identity,
             "pair": self.pair,
             "maps": described,
             "calibration": self.calibration,
+            "points": self.points,
         }
         write_folder(Path(folder), config, tensors, self._card())
 
@@ -133,7 +149,8 @@ class Bridge:
             folder = _download(str(location), revision)
         config, tensors = read_folder(folder)
         maps = unpack(config, tensors, folder)
-        bridge = cls(maps, **{name: config[name] for name in ("identity", "pair", "calibration")})
+        parts = {name: config[name] for name in ("identity", "pair", "calibration")}
+        bridge = cls(maps, **parts, points=config.get("points", []))
         if pair is not None:
             bridge.require_pair(pair)
         return bridge
@@ -162,10 +179,24 @@ class Bridge:
             source=self.pair["source"]["name"],
             target=self.pair["target"]["name"],
             maps="\n".join(rows),
+            points=_points_table(self.points),
             calibration=f"{self.calibration.get('rows', 'no')} rows, fingerprint {self.calibration.get('fingerprint')}",
             source_fingerprint=self.identity["source"],
             target_fingerprint=self.identity["target"],
         )
+
+
+def _points_table(points: list[dict[str, Any]]) -> str:
+    """Measured points as Markdown, the cheapest first; one empty line where there are none."""
+    if not points:
+        return ""
+    rows = ["", "| map | plan | share of prefill | KL to native |", "|---|---|---|---|"]
+    for point in sorted(points, key=lambda point: point["share"]):
+        plan = ", ".join(f"{name}={'null' if value is None else value}" for name, value in point["plan"].items())
+        low, high = (*point["kl"]["ci95"], None, None)[:2]
+        interval = f" ({low:.3f} … {high:.3f})" if low is not None and high is not None else ""
+        rows.append(f"| {point['map']} | {plan} | {point['share']:.1%} | {point['kl']['mean']:.3f}{interval} |")
+    return "\n".join([*rows, ""])
 
 
 def _mean(grid: list[list[float]]) -> float | None:

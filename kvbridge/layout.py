@@ -1,4 +1,4 @@
-"""How the maps of a bridge lie in its config and its tensors, and what a config must hold to be used at all.
+"""How the maps of a bridge lie in its config and its tensors.
 
 config.json        maps → name → forms (name and options of each), mapper, evidence
 model.safetensors  `{map}/{form}.{tensor}`; of a basis that several forms of a map share, the first form's alone
@@ -19,37 +19,10 @@ from kvbridge.artifact import CONFIG, WEIGHTS
 from kvbridge.errors import ArtifactError, CacheError, UsageError
 from kvbridge.forms import FORMS, KINDS, Form, SharedBasis, SlotAffine, flops_per_token, require_distinct
 from kvbridge.geometry import KVGeometry
+from kvbridge.structure import STRUCTURE, STRUCTURE_1, require_points, require_structure
 from kvbridge.variables import Span
 
 MAP_NAME = r"[A-Za-z0-9][A-Za-z0-9_.=,+-]*"
-
-# What a config must hold for a bridge to be used, described and saved again; a name with ? may be missing, and * stands
-# for every name.
-_GEOMETRY = {
-    "model_type": str,
-    "layers": int,
-    "kv_heads": int,
-    "head_dim": int,
-    "query_heads": int,
-    "hidden_size": int,
-    "max_positions": int,
-    "rope": {},
-    "rope_kind": str,
-    "key_norm": str,
-}
-_MODEL = {"name": str, "geometry": _GEOMETRY}
-_EVIDENCE = {
-    "r2?": {f"{kind}?": [[float]] for kind in KINDS},
-    "selected_layers?": {f"{kind}?": [[int]] for kind in KINDS},
-}
-_FIT = {"mapper": {"name": str}, "evidence": _EVIDENCE}
-_PAIR = {
-    "identity": {"source": str, "target": str},
-    "pair": {"source": _MODEL, "target": _MODEL},
-    "calibration": {"rows?": int},
-}
-STRUCTURE: dict[str, Any] = _PAIR | {"maps": {"*": {"forms": [{"form": str}], **_FIT}}}
-STRUCTURE_1: dict[str, Any] = _PAIR | {"forms": dict.fromkeys(KINDS, str)} | _FIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,30 +83,6 @@ def reduce_holder(forms: tuple[Form, ...], at: int) -> int | None:
     return next(i for i, each in enumerate(forms) if isinstance(each, SharedBasis) and each.reduce is form.reduce)
 
 
-def require_structure(value: Any, structure: Any, place: str) -> None:
-    """Refuse a JSON value that lacks a name or has another type somewhere.
-
-    Raises:
-        ArtifactError: naming the place.
-    """
-    kind = type(structure) if isinstance(structure, (dict, list)) else structure
-    if type(value) is not kind:
-        raise ArtifactError(
-            f"{place} is of type {type(value).__name__}, expected {kind.__name__}; the bridge is damaged."
-        )
-    if isinstance(structure, list):
-        for inner in value:
-            require_structure(inner, structure[0], place)
-    elif isinstance(structure, dict):
-        named = dict.fromkeys(value, structure["*"]) if "*" in structure else structure
-        for name, inner in named.items():
-            key = name.removesuffix("?")
-            if key in value:
-                require_structure(value[key], inner, f"{place}.{key}")
-            elif key == name:
-                raise ArtifactError(f"{place} lacks {key!r}; the bridge is damaged.")
-
-
 def pack(maps: dict[str, BridgeMap]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Maps as JSON values and tensors."""
     described = {
@@ -171,6 +120,9 @@ def unpack(config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> 
     require_structure(config, STRUCTURE_1 if first else STRUCTURE, str(folder / CONFIG))
     if first:
         config, tensors = _from_version_1(config, tensors)
+    else:
+        layers = config["pair"]["target"]["geometry"]["layers"]
+        require_points(config["points"], list(config["maps"]), layers, str(folder / CONFIG))
     if not config["maps"]:
         raise ArtifactError(f"{folder / CONFIG} has no maps; the bridge is damaged.")
     left = dict(tensors)
@@ -206,7 +158,8 @@ def _unpack_map(name: str, described: dict[str, Any], left: dict[str, Tensor]) -
     for at, entry in enumerate(described["forms"]):
         prefix = f"{name}/{at}."
         parts = {key.removeprefix(prefix): left.pop(key) for key in sorted(left) if key.startswith(prefix)}
-        forms.append(_build_form(f"form {at} of map {name}", at, dict(entry), parts, forms))
+        place = f"form {at} of map {name}"
+        forms.append(_build_form(place, at, dict(entry), parts, forms))
     if not forms:
         raise ArtifactError(f"the bridge's map {name} has no forms; the bridge is damaged.")
     try:

@@ -154,8 +154,11 @@ def test_a_folder_of_format_1_is_one_map(folder: Path) -> None:
 
 def test_a_view_is_saved_as_what_it_shows(tmp_path: Path) -> None:
     strided = torch.arange(24, dtype=torch.float32).reshape(4, 6).T
-    write_folder(tmp_path / "bridge", {}, {"a": strided, "b": strided}, "")
-    assert torch.equal(read_folder(tmp_path / "bridge")[1]["a"], strided)
+    whole = torch.arange(6, dtype=torch.float32)
+    shown = {"a": strided, "b": strided, "c": whole, "d": whole, "e": whole[2:4]}
+    write_folder(tmp_path / "bridge", {}, shown, "")
+    read = read_folder(tmp_path / "bridge")[1]
+    assert all(torch.equal(read[name], tensor) for name, tensor in shown.items())
 
 
 def test_the_model_card_may_be_edited_or_removed(folder: Path) -> None:

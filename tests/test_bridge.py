@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import cache
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
+import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 import kvbridge
 from kvbridge.artifact import CARD, CONFIG, SUMS, WEIGHTS
 from kvbridge.bridge import Bridge
-from kvbridge.errors import ArtifactError, PairMismatchError
+from kvbridge.cli.describe import print_bridge
+from kvbridge.errors import ArtifactError, PairMismatchError, UsageError
 from kvbridge.forms import KINDS, SlotAffine
+from kvbridge.kernels import FormMap
 from kvbridge.layout import BridgeMap
 from kvbridge.model import KVModel
 from kvbridge.pair import ModelPair
-from tiny_bridge import random_bridge, same_bridge, with_form
+from tiny_bridge import forge_config, random_bridge, same_bridge, with_form
 from tiny_models import YARN, tiny_model
 from tiny_pair import byte_tokenizer, tiny_pair
 
@@ -144,6 +151,73 @@ def test_a_bridge_without_evidence_has_a_card(tmp_path: Path) -> None:
     card = (tmp_path / "bridge" / CARD).read_text()
     assert "| map ridge | ridge (k=2, penalty=0.01); held-out R² of keys, values: not measured |" in card
     assert "| calibration | no rows, fingerprint None |" in card
+
+
+# Several maps, and points measured with them
+
+
+def point(name: str = "ridge", **changes: Any) -> dict[str, Any]:
+    return {
+        "map": name,
+        "plan": {"sinks": 4, "native_head": 0, "native_tail": 16, "tail_recompute": 1},
+        "share": 0.125,
+        "kl": {"mean": 0.25, "ci95": [0.2, 0.3], "n": 40},
+        "kl_first": {"mean": 0.5, "ci95": [0.4, 0.6], "n": 40},
+        "source_kl": 0.35,
+        "gap_recovered": {"mean": None, "ci95": None, "n": 40, "reason": "noise"},
+        "documents": 40,
+        "text": "fedcba9876543210",
+    } | changes
+
+
+def test_a_bridge_keeps_several_maps_and_their_points(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    maps = bridge().maps | {"other-2": random_bridge(pair()).map()}
+    both = replace(bridge(), maps=maps, points=[point(), point("other-2", share=0.0625)])
+    both.save_pretrained(tmp_path / "bridge")
+    loaded = Bridge.from_pretrained(tmp_path / "bridge", pair=pair())
+    assert same_bridge(loaded, both)
+    assert loaded.points == both.points
+    assert loaded.fingerprint() == both.fingerprint() == replace(both, points=[]).fingerprint()
+    assert loaded.map("other-2").forms[0].tensors()["bias"].equal(maps["other-2"].forms[0].tensors()["bias"])
+    with pytest.raises(UsageError, match=r"^the bridge has the maps ridge, other-2; say which one, map=NAME\.$"):
+        FormMap.of(loaded)
+    with pytest.raises(UsageError, match=r"^the bridge has no map 'third'; it has ridge, other-2\.$"):
+        FormMap.of(loaded, "third")
+    assert FormMap.of(loaded, "ridge").forms == loaded.map("ridge").forms
+    card = (tmp_path / "bridge" / CARD).read_text()
+    rows = [line for line in card.splitlines() if "native_head=0" in line]
+    assert [row.split(" | ")[0] for row in rows] == ["| other-2", "| ridge"]
+    assert rows[1].endswith("tail_recompute=1 | 12.5% | 0.250 (0.200 … 0.300) |")
+    with redirect_stdout(StringIO()) as said:
+        print_bridge(loaded, "here")
+    assert re.search(r"other-2 .* 6\.2% .* 0\.2500 .* 40", said.getvalue())
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"map": "third"}, r"point 0 is of map 'third'; the bridge has ridge"),
+        ({"plan": point()["plan"] | {"native_head": 3}}, r"point 0 has no plan for this target: .*makes all 4 target"),
+        ({"plan": point()["plan"] | {"speed": 3}}, r"point 0 has no plan for this target: .*speed"),
+        ({"plan": {"sinks": 4}}, r"plan lacks 'native_head'"),
+        ({"share": "12 %"}, r"share is of type str, expected float or int"),
+        ({"kl": {"mean": None, "ci95": [], "n": 3}}, r"kl\.mean is of type NoneType"),
+        ({"kl": 0.25}, r"kl is of type float, expected dict"),
+        ({"gap_recovered": "most"}, r"gap_recovered is of type str"),
+        ({"text": None}, r"text is of type NoneType"),
+    ],
+    ids=["map", "plan", "plan-key", "half-a-plan", "share", "no-kl", "bare-kl", "gap", "text"],
+)
+def test_refuses_points_that_say_something_else(
+    changes: dict[str, Any], sentence: str, saved: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ArtifactError, match=sentence):
+        replace(bridge(), points=[point(**changes)]).save_pretrained(tmp_path / "bridge")
+    folder = shutil.copytree(saved, tmp_path / "forged")
+    forge_config(folder, lambda config: config["points"].append(point(**changes)))
+    with pytest.raises(ArtifactError, match=sentence):
+        Bridge.from_pretrained(folder)
 
 
 # Hub

@@ -126,7 +126,8 @@ def test_results_describe_pair_method_plan_and_calibration(results: dict[str, An
         "heads": "all",
         "first_positions": "excluded",
     }
-    assert results["plan"] == {"sinks": 4, "native_head": 0, "native_tail": 16}
+    assert results["plan"] == {"sinks": 4, "native_head": 0, "native_tail": 16, "tail_recompute": 0}
+    assert results["map"] == "ridge"
     assert results["calibration"]["rows"] == 2048
     assert results["calibration"]["identity"]["calibration.tokens"] == 2048
 
@@ -238,10 +239,12 @@ def test_inspect_says_what_a_bridge_is(kvbridge: Run, finished: tuple[Path, Ran]
     identity = tiny_pair().identity()
     assert f"3 layers, 2 KV heads × 16, RoPE default, fingerprint {identity['source']}" in lines["source"]
     assert f"4 layers, 4 KV heads × 32, RoPE default, fingerprint {identity['target']}" in lines["target"]
-    assert "ridge  (k=2, penalty=0.01, scale=absolute, heads=all" in lines["mapper"]
-    assert "keys: slot_affine, values: slot_affine" in lines["forms"]
+    assert "map ridge" in lines["map"]
+    assert "ridge  (k=2, penalty=0.01, scale=absolute, heads=all" in ran.out
+    assert "slot_affine → target.keys[0:4], slot_affine → target.values[0:4]" in lines["forms"]
     assert lines["size"].split()[1:] == "0.07 M numbers, 0.13 MFLOP per token".split()
-    assert "30 per feature" in lines["calibration"]
+    assert lines["native"].split()[2:] == ["not", "needed"]
+    assert lines["rows"].split()[3:] == ["30"]
     r2 = [sum(row) / len(row) for row in results["reconstruction"]["r2_keys"]]
     for layer, value in enumerate(r2):
         assert re.search(rf"^│ {layer} +│ [\d, –]+│ {value:.3f} ", ran.out, re.MULTILINE)

@@ -55,7 +55,7 @@ def _fit(settings: Settings, pair: ModelPair, moments: Any) -> Bridge:
     identity = moments.info["identity"]
     mapper = {"name": settings.mapper.name} | dataclasses.asdict(settings.mapper)
     bridge = Bridge(
-        maps={settings.mapper.name: BridgeMap(fitted.forms, mapper, fitted.evidence())},
+        maps={settings.map or settings.mapper.name: BridgeMap(fitted.forms, mapper, fitted.evidence())},
         identity=pair.identity(),
         pair=pair.describe(),
         calibration={
@@ -96,13 +96,14 @@ def _evaluate(
     from kvbridge.kernels import FormMap
 
     task, parts = prepared
-    subject = suite.Subject(task, bridge, FormMap.of(bridge))
+    name = bridge.map_name(settings.map)
+    subject = suite.Subject(task, bridge, FormMap.of(bridge, name), name)
     measured = suite.measure(subject, parts, seconds)
     plan = parts["documents"][0].plan(settings.plan)
     run = describe_run(task.pair, settings.plain, seconds) | {"text": task.corpus.fingerprint}
     # A bridge may have been fitted under other settings than those of this command.
     run["seeds"]["calibration"] = bridge.calibration.get("identity", {}).get("calibration.seed")
-    results = build_results(task.pair, bridge, subject.mapping, plan, settings.eval, measured, run)
+    results = build_results(task.pair, bridge, subject.mapping, plan, settings.eval, measured, run, name)
     results["cost"]["artifact_bytes"] = bridge_bytes(location) if location else None
     results["cost"]["calibration_seconds"] = bridge.calibration.get("seconds")
     results["cost"]["calibration_peak_memory_bytes"] = bridge.calibration.get("peak_memory_bytes")
@@ -210,6 +211,7 @@ def _score(settings: Settings, location: str) -> None:
     from kvbridge.eval.status import is_finished, recorded
 
     unchecked = Bridge.from_pretrained(location)
+    unchecked.map_name(settings.map)
     settings.plain.update(bridge=location, bridge_fingerprint=unchecked.fingerprint())
     if is_finished(settings.out, settings.plain):
         print(f"{settings.out}: done already")

@@ -80,6 +80,16 @@ def _layers(each: BridgeMap) -> Table:
     return table
 
 
+def _points(points: list[dict[str, Any]]) -> Table:
+    """What maps under plans were measured to cost and to reach, the cheapest first."""
+    table = Table("map", "plan", "share of prefill", "KL", "documents")
+    for point in sorted(points, key=lambda point: point["share"]):
+        plan = ", ".join(f"{name}={'null' if value is None else value}" for name, value in point["plan"].items())
+        measured = [f"{point['share']:.1%}", f"{point['kl']['mean']:.4f}", str(point["documents"])]
+        table.add_row(Text(point["map"]), Text(plan), *measured)
+    return table
+
+
 def print_bridge(bridge: Bridge, location: str) -> None:
     """Print a bridge: pair, method, size, evidence, and what each target layer reads."""
     console = Console()
@@ -87,6 +97,8 @@ def print_bridge(bridge: Bridge, location: str) -> None:
     for name, each in bridge.maps.items():
         console.print(f"map {name}", markup=False)
         console.print(_layers(each))
+    if bridge.points:
+        console.print(_points(bridge.points))
     console.print("R² is on calibration text that the fit did not see, averaged over heads.")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from kvbridge.errors import UsageError
+from kvbridge.layout import MAP_NAME
 from kvbridge.pair import EMBEDDED, ModelPair, PairLoader, open_pair
 from kvbridge.plan import HandoffPlan
 
@@ -70,6 +72,7 @@ class RootConfig:
     moments: str | None = None
     moments_store: str | None = None
     bridge: str | None = None
+    map: str | None = None
     logger: Any = None
 
 
@@ -86,6 +89,7 @@ class Settings:
     moments: Path | None
     moments_store: Path | None
     bridge: str | None
+    map: str | None
     logger: Any
     plain: dict[str, Any]
 
@@ -109,7 +113,10 @@ class Settings:
         }
         logger = OmegaConf.to_object(config.logger) if config.logger else None
         out = Path(config.out).expanduser()
-        return cls(**groups, **folders, out=out, bridge=config.bridge, logger=logger, plain=plain)
+        if config.map is not None and not re.fullmatch(MAP_NAME, config.map):
+            raise UsageError(f"map={config.map}: a map's name has letters, digits and _ . = , + - only.")
+        taken = {name: config[name] for name in ("bridge", "map")}
+        return cls(**groups, **folders, **taken, out=out, logger=logger, plain=plain)
 
     def refuse(self, name: str) -> None:
         """Refuse a setting that this command does not read.
