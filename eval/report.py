@@ -202,7 +202,7 @@ def reproduce(results: dict[str, Any]) -> str:
         mapper = results["mapper"]
         words.append(f"mapper={mapper['name']}")
         words += [_word(f"mapper.{name}", value) for name, value in mapper.items() if name != "name"]
-    words += [_word(name, settings[name]) for name in ("map",) if settings.get(name)]
+    words += [_word(name, settings[name]) for name in ("map", "storage") if settings.get(name) not in (None, "float32")]
     for group in groups:
         words += _overrides(group, settings[group])
     return " \\\n  ".join([*words, "out=DIR"])

@@ -15,6 +15,7 @@ from kvbridge.errors import ArtifactError, UsageError
 from kvbridge.fingerprint import digest
 from kvbridge.layout import BridgeMap, pack, unpack
 from kvbridge.pair import ModelPair
+from kvbridge.storage import pack_weights, storage_dtype
 from kvbridge.structure import require_points
 
 CARD_TEMPLATE = """---
@@ -106,17 +107,22 @@ class Bridge:
         """
         pair.require(self.identity, "this bridge")
 
-    def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype = torch.float32) -> None:
+    def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype | str = torch.float32) -> None:
         """Write the bridge folder, atomically.
 
         Args:
             folder: where; a bridge that is there is replaced.
-            dtype: of the stored weights; biases stay in fp32.
+            dtype: of the stored weights, as a dtype or by name; `int8` keeps one scale per output coordinate and is
+                loaded as fp32. Biases and scales stay in fp32.
 
         Raises:
             ArtifactError: the folder holds something else, a weight is not finite, or a point is of no map.
+            UsageError: there is no storage of that name.
         """
-        described, tensors = pack({name: each.to(dtype=dtype) for name, each in self.maps.items()})
+        stored = storage_dtype(dtype)
+        whole = stored == torch.int8
+        described, tensors = pack({n: each if whole else each.to(dtype=stored) for n, each in self.maps.items()})
+        tensors = pack_weights(tensors) if whole else tensors
         layers = self.pair["target"]["geometry"]["layers"]
         require_points(self.points, list(self.maps), layers, "this bridge")
         config = {
@@ -126,6 +132,7 @@ class Bridge:
             "maps": described,
             "calibration": self.calibration,
             "points": self.points,
+            "storage": str(stored).removeprefix("torch."),
         }
         write_folder(Path(folder), config, tensors, self._card())
 
@@ -155,8 +162,15 @@ class Bridge:
             bridge.require_pair(pair)
         return bridge
 
-    def push_to_hub(self, repo_id: str, *, private: bool = True, revision: str | None = None) -> str:
-        """Upload the bridge folder to a hub model repository and return its address."""
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool = True,
+        revision: str | None = None,
+        dtype: torch.dtype | str = torch.float32,
+    ) -> str:
+        """Upload the folder that `save_pretrained` writes to a hub model repository, and return its address."""
         import tempfile
 
         from huggingface_hub import HfApi
@@ -164,7 +178,7 @@ class Bridge:
         api = HfApi()
         with tempfile.TemporaryDirectory() as parent:
             folder = Path(parent) / "bridge"
-            self.save_pretrained(folder)
+            self.save_pretrained(folder, dtype=dtype)
             api.create_repo(repo_id, private=private, exist_ok=True)
             return str(api.upload_folder(repo_id=repo_id, folder_path=folder, revision=revision))
 

@@ -1,7 +1,8 @@
 """How the maps of a bridge lie in its config and its tensors.
 
 config.json        maps → name → forms (name and options of each), mapper, evidence
-model.safetensors  `{map}/{form}.{tensor}`; of a basis that several forms of a map share, the first form's alone
+model.safetensors  `{map}/{form}.{tensor}`; of a basis that several forms of a map share, the first form's alone;
+                   beside a weight that is stored in int8 its scales, `{map}/{form}.{tensor}_scale`
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from kvbridge.artifact import CONFIG, WEIGHTS
 from kvbridge.errors import ArtifactError, CacheError, UsageError
 from kvbridge.forms import FORMS, KINDS, Form, SharedBasis, SlotAffine, flops_per_token, require_distinct
 from kvbridge.geometry import KVGeometry
+from kvbridge.storage import unpack_weights
 from kvbridge.structure import STRUCTURE, STRUCTURE_1, require_points, require_structure
 from kvbridge.variables import Span
 
@@ -159,7 +161,7 @@ def _unpack_map(name: str, described: dict[str, Any], left: dict[str, Tensor]) -
         prefix = f"{name}/{at}."
         parts = {key.removeprefix(prefix): left.pop(key) for key in sorted(left) if key.startswith(prefix)}
         place = f"form {at} of map {name}"
-        forms.append(_build_form(place, at, dict(entry), parts, forms))
+        forms.append(_build_form(place, at, dict(entry), unpack_weights(parts, place), forms))
     if not forms:
         raise ArtifactError(f"the bridge's map {name} has no forms; the bridge is damaged.")
     try:

@@ -211,6 +211,35 @@ def test_fit_uses_finished_moments(kvbridge: Run, finished: tuple[Path, Ran], tm
     assert not (tmp_path / "fitted" / "calibration").exists()
 
 
+def test_what_is_scored_is_what_was_stored(kvbridge: Run, finished: tuple[Path, Ran], tmp_path: Path) -> None:
+    moments = f"moments={finished[0]}/calibration"
+    assert kvbridge("run", moments, "storage=int8", "map=small", "out=small").code == 0
+    small, usual = (json.loads((at / "results.json").read_text()) for at in (tmp_path / "small", finished[0]))
+    assert (small["map"], small["mapper"]) == ("small", usual["mapper"])
+    assert small["cost"]["artifact_bytes"] < 0.5 * usual["cost"]["artifact_bytes"]
+    mapped = [results["arms"]["mapped"]["kl"]["mean"] for results in (small, usual)]
+    assert mapped[0] != mapped[1]
+    assert mapped[0] == pytest.approx(mapped[1], rel=0.2)
+    assert "map=small" in (tmp_path / "small" / "report.md").read_text()
+    ran = kvbridge("eval", "bridge=small/bridge", "map=large", "out=other")
+    assert (ran.code, ran.errors) == (2, ["kvbridge: error: the bridge has no map 'large'; it has small."])
+    assert kvbridge("eval", "bridge=small/bridge", "out=again").code == 0
+    again = json.loads((tmp_path / "again" / "results.json").read_text())
+    assert again["arms"] == small["arms"]
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("storage=int4", "storage=int4: expected one of float32, bfloat16, int8."),
+        ("map=a/b", "map=a/b: a map's name has letters, digits and _ . = , + - only."),
+    ],
+)
+def test_refuses_a_storage_or_name_that_cannot_be(kvbridge: Run, override: str, sentence: str) -> None:
+    ran = kvbridge("fit", override, "out=out")
+    assert (ran.code, ran.errors) == (2, [f"kvbridge: error: {sentence}"])
+
+
 def test_calibrate_and_fit_make_the_bridge_of_a_run(kvbridge: Run, finished: tuple[Path, Ran], tmp_path: Path) -> None:
     ran = kvbridge("calibrate", "out=parts")
     assert (ran.code, ran.errors) == (0, [])

@@ -67,8 +67,9 @@ def _fit(settings: Settings, pair: ModelPair, moments: Any) -> Bridge:
             "peak_memory_bytes": moments.info.get("peak_memory_bytes"),
         },
     )
-    bridge.save_pretrained(settings.out / "bridge")
-    return bridge
+    bridge.save_pretrained(settings.out / "bridge", dtype=settings.storage)
+    # What is scored is what was stored.
+    return Bridge.from_pretrained(settings.out / "bridge", pair=pair)
 
 
 def _prepare(settings: Settings, pair: ModelPair) -> tuple[Any, dict[str, Any]]:

@@ -15,6 +15,7 @@ from kvbridge.errors import UsageError
 from kvbridge.layout import MAP_NAME
 from kvbridge.pair import EMBEDDED, ModelPair, PairLoader, open_pair
 from kvbridge.plan import HandoffPlan
+from kvbridge.storage import storage_dtype
 
 
 @dataclass
@@ -73,6 +74,7 @@ class RootConfig:
     moments_store: str | None = None
     bridge: str | None = None
     map: str | None = None
+    storage: str = "float32"
     logger: Any = None
 
 
@@ -90,6 +92,7 @@ class Settings:
     moments_store: Path | None
     bridge: str | None
     map: str | None
+    storage: str
     logger: Any
     plain: dict[str, Any]
 
@@ -113,9 +116,10 @@ class Settings:
         }
         logger = OmegaConf.to_object(config.logger) if config.logger else None
         out = Path(config.out).expanduser()
+        storage_dtype(config.storage)
         if config.map is not None and not re.fullmatch(MAP_NAME, config.map):
             raise UsageError(f"map={config.map}: a map's name has letters, digits and _ . = , + - only.")
-        taken = {name: config[name] for name in ("bridge", "map")}
+        taken = {name: config[name] for name in ("bridge", "map", "storage")}
         return cls(**groups, **folders, **taken, out=out, logger=logger, plain=plain)
 
     def refuse(self, name: str) -> None:
