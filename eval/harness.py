@@ -120,7 +120,9 @@ class PairLM(TemplateLM):
                 f"{', '.join((*names, 'bridge', 'map', 'arm', *PLAN))}."
             )
         pair = load_pair(**given)
-        mapping = FormMap.of(Bridge.from_pretrained(bridge, pair=pair), name) if bridge else None
+        if not bridge:
+            return cls(pair, arm, HandoffPlan(**plan))
+        mapping = FormMap.of(Bridge.from_pretrained(bridge, pair=pair), name, device=pair.target.device)
         return cls(pair, arm, HandoffPlan(**plan), mapping)
 
     @property

@@ -34,13 +34,18 @@ class FormMap:
         require_distinct(self.forms)
 
     @classmethod
-    def of(cls, bridge: Bridge, name: str | None = None) -> FormMap:
+    def of(cls, bridge: Bridge, name: str | None = None, *, device: torch.device | str | None = None) -> FormMap:
         """A map of a bridge: the one called `name`, or the only one.
+
+        Args:
+            bridge: whose map it is.
+            name: of the map; may be left out where the bridge has one alone.
+            device: where it is to be executed; where its tensors lie by default.
 
         Raises:
             UsageError: there is none of that name, or no name was given and there are several.
         """
-        return cls(bridge.map(name).forms)
+        return cls(bridge.map(name).to(device=device).forms)
 
     def needs_native_head(self) -> int | None:
         """The highest target layer that the map reads, which a plan must make exact; `None` for the source alone."""

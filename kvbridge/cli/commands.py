@@ -98,7 +98,7 @@ def _evaluate(
 
     task, parts = prepared
     name = bridge.map_name(settings.map)
-    subject = suite.Subject(task, bridge, FormMap.of(bridge, name), name)
+    subject = suite.Subject(task, bridge, FormMap.of(bridge, name, device=task.pair.target.device), name)
     measured = suite.measure(subject, parts, seconds)
     plan = parts["documents"][0].plan(settings.plan)
     run = describe_run(task.pair, settings.plain, seconds) | {"text": task.corpus.fingerprint}

@@ -56,6 +56,9 @@ def _map_rows(name: str, each: BridgeMap, layers: int) -> dict[str, str]:
     made = ", ".join(f"{form.name} → {', '.join(map(str, form.outputs))}" for form in each.forms)
     native, per_feature = needed_native_head(each.forms), each.evidence.get("rows_per_feature")
     first = 0 if native is None else native + 1
+    # A map that makes a residual stream is for plans that recompute the layers after it.
+    streams = [span.start for form in each.forms for span in form.outputs if span.states == "residual"]
+    layers = max(streams, default=layers)
     few = " (fewer than 10: do not trust it)" if per_feature and per_feature < 10 else ""
     return {
         f"map {name}": f"{each.mapper['name']}  ({options})",
