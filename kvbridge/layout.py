@@ -8,8 +8,7 @@ model.safetensors  `{map}/{form}.{tensor}`; of a basis that several forms of a m
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ import torch
 from torch import Tensor
 
 from kvbridge.artifact import CONFIG, WEIGHTS
+from kvbridge.consistency import check_map
 from kvbridge.errors import ArtifactError, CacheError, UsageError
 from kvbridge.forms import FORMS, KINDS, Form, SharedBasis, SlotAffine, flops_per_token, require_distinct
-from kvbridge.geometry import KVGeometry
 from kvbridge.storage import unpack_weights
 from kvbridge.structure import STRUCTURE, STRUCTURE_1, require_points, require_structure
 from kvbridge.variables import Span
@@ -131,11 +130,8 @@ def unpack(config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> 
     maps = {name: _unpack_map(name, described, left) for name, described in config["maps"].items()}
     if left:
         raise ArtifactError(f"{folder / WEIGHTS} has tensor {min(left)!r}, which belongs to no form.")
-    source, target = (_geometry(config["pair"][role]["geometry"]) for role in ("source", "target"))
     for name, each in maps.items():
-        for at, form in enumerate(each.forms):
-            _check_geometry(f"{folder}: form {at} of map {name}", form, source, target)
-        _check_evidence(folder, name, each, target)
+        check_map(name, each.forms, each.evidence, config["pair"], folder)
     return maps
 
 
@@ -197,49 +193,3 @@ def _build_form(place: str, at: int, entry: dict[str, Any], parts: dict[str, Ten
 def _span(text: str) -> Span:
     # Without brackets there is no number of layers to fill in.
     return Span.parse(text if "[" in text else f"{text}[:]", 1 << 20)
-
-
-def _geometry(described: dict[str, Any]) -> KVGeometry:
-    return KVGeometry(**{each.name: described[each.name] for each in fields(KVGeometry)})
-
-
-def _check_geometry(place: str, form: Form, source: KVGeometry, target: KVGeometry) -> None:
-    if isinstance(form, SlotAffine):
-        slots = len(KINDS) * source.layers * source.kv_heads
-        expected = (target.layers, target.kv_heads, source.head_dim, target.head_dim)
-        found = (*form.slots.shape[:2], *form.weight.shape[3:])
-        read = int(form.slots.max()) + 1
-        if found != expected or read > slots:
-            raise ArtifactError(
-                f"{place} makes {form.kind}, has (L_t, H_t, D_s, D_t) = {found} and reads {read} slots; "
-                f"its own geometry says {expected} and {slots}. The bridge is damaged."
-            )
-        return
-    sides: dict[str, KVGeometry] = {"source": source, "target": target}
-    read = sum(span.width(sides[span.role]) for span in form.inputs)
-    made = sum(span.width(target) for span in form.outputs)
-    spans: Iterable[Span] = (*form.inputs, *form.outputs)
-    beyond = [str(span) for span in spans if span.stop > sides[span.role].layers]
-    heads = (form.kv_heads, form.head_dim) == (target.kv_heads, target.head_dim)
-    if beyond or not heads or (read, made) != (form.input_width, form.expand.shape[1]):
-        raise ArtifactError(
-            f"{place} reads {form.input_width} and makes {form.expand.shape[1]} numbers in {form.kv_heads} KV heads × "
-            f"{form.head_dim}; its own geometry says {read} and {made} in {target.kv_heads} × {target.head_dim}"
-            f"{', and has no ' + beyond[0] if beyond else ''}. The bridge is damaged."
-        )
-
-
-def _check_evidence(folder: Path, name: str, each: BridgeMap, target: KVGeometry) -> None:
-    """R² has one row per target layer, empty where the map makes no such layer, and selected layers likewise."""
-    grids, chosen = (each.evidence.get(part, {}) for part in ("r2", "selected_layers"))
-    fits = {*grids, *chosen} <= {*KINDS} and all(
-        len(rows) == target.layers for rows in (*grids.values(), *chosen.values())
-    )
-    if not (fits and all(len(row) in (0, target.kv_heads) for grid in grids.values() for row in grid)):
-        raise ArtifactError(
-            f"{folder / CONFIG}: r2 and selected_layers of map {name} are not those of {target.layers} layers of "
-            f"{target.kv_heads} heads; the bridge is damaged."
-        )
-    per_feature = each.evidence.get("rows_per_feature")
-    if not isinstance(per_feature, (float, type(None))):
-        raise ArtifactError(f"{folder / CONFIG}: rows_per_feature is {per_feature!r}, expected a number.")
