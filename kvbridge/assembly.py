@@ -248,10 +248,10 @@ def assemble(
             with timed(seconds, "recompute", target.device):
                 _recompute(target, buffers, carried, range(layers.stop, target.geometry.layers), split)
         if plan.attended(split.carried):
+            with timed(seconds, "scout", target.device):
+                attended = choose_attended(target, plan, split, input_ids, partial(_slotted, buffers), read)
             # The scouts' pass leaves the sinks in their place.
             read = start
-            with timed(seconds, "scout", target.device):
-                attended = choose_attended(target, plan, split, input_ids, partial(_slotted, buffers))
     native = torch.arange(len(kept), device=target.device)
     native = torch.cat((native[read:start], attended, native[stop if carries else start :]))
     with timed(seconds, "forward", target.device):

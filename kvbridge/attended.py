@@ -1,6 +1,6 @@
 """Which carried tokens the target reads itself: those that the end of the prompt attends to most.
 
-positions   [ held | sinks | carried ………… | tail …… | scouts ]
+positions   [ read | sinks | carried ………… | tail …… | scouts ]
 one pass    [      | sinks |              |         | scouts ]    queries; the rest of the tail is not there yet
 recorded                     ^ attention of the scouts, summed over layers, heads and scouts
 """
@@ -23,28 +23,29 @@ Slotted = Callable[[Tensor], Cache]
 
 
 def scout(
-    target: KVModel, plan: HandoffPlan, split: Split, input_ids: Int[Tensor, "1 T"], slotted: Slotted
+    target: KVModel, plan: HandoffPlan, split: Split, input_ids: Int[Tensor, "1 T"], slotted: Slotted, read: int
 ) -> Float[Tensor, "C"]:
     """Attention of the scouts on each carried token, summed over layers, heads and scouts.
 
-    The sinks that are not held are read too, into their place.
+    The sinks that have not been read are read too, into their place.
 
     Args:
         target: the model that goes on.
         plan: how many scouts it has.
         split: of the prompt.
         input_ids: the prompt.
-        slotted: a cache of one slot per position, filled up to the tail but for the sinks, in which new tokens go to
-            the given slots.
+        slotted: a cache of one slot per position, filled up to the tail but for the sinks that have not been read, in
+            which new tokens go to the given slots.
+        read: first tokens of the prompt, at most up to the last sink, that the target has read.
 
     Raises:
         UnsupportedModelError: a layer of the target does not show its attention.
     """
     every = torch.arange(split.prompt_length, device=target.device)
     scouts = every[split.carried_stop :][-plan.scouts :]
-    slots = torch.cat((every[split.held : split.carried_start], scouts))
+    slots = torch.cat((every[read : split.carried_start], scouts))
     carried = slice(split.carried_start, split.carried_stop)
-    first_scout = split.carried_start - split.held
+    first_scout = split.carried_start - read
     layers: list[Tensor] = []
 
     def record(probabilities: Tensor) -> None:
@@ -70,7 +71,7 @@ def scout(
 
 
 def choose_attended(
-    target: KVModel, plan: HandoffPlan, split: Split, input_ids: Int[Tensor, "B T"], slotted: Slotted
+    target: KVModel, plan: HandoffPlan, split: Split, input_ids: Int[Tensor, "B T"], slotted: Slotted, read: int
 ) -> Int[Tensor, "N"]:
     """Positions of the carried tokens that the target reads itself, in order; of equals the earlier are taken.
 
@@ -80,6 +81,7 @@ def choose_attended(
         split: of the prompt.
         input_ids: the prompt.
         slotted: as for `scout`.
+        read: as for `scout`.
 
     Raises:
         PlanError: there is more than one prompt.
@@ -90,6 +92,6 @@ def choose_attended(
             f"plan.native_attended={plan.native_attended} chooses the tokens of one prompt, and {input_ids.shape[0]} "
             "were given; hand over one at a time."
         )
-    attention = scout(target, plan, split, input_ids, slotted)
+    attention = scout(target, plan, split, input_ids, slotted, read)
     most = attention.sort(descending=True, stable=True).indices[: plan.attended(split.carried)]
     return most.sort().values + split.carried_start

@@ -192,7 +192,7 @@ def recorded_backbone(model: PreTrainedModel, record: Callable[[Tensor], None]) 
         for name, part in layer.named_children():
             if isinstance(getattr(part, "config", None), PreTrainedConfig):
                 copied._modules[name] = attention = copy.copy(part)
-                config = copy.copy(part.config)
+                config = copy.copy(cast(Any, part).config)
                 config._attn_implementation = RECORDED_ATTENTION
                 attention.__dict__.update(config=config, record=record)
         return copied

@@ -14,10 +14,17 @@ from transformers import Cache
 from kvbridge import attended, compat
 from kvbridge.assembly import assemble
 from kvbridge.errors import PlanError, UnsupportedModelError
+from kvbridge.eval.arms import equal_cost_tail, read_context, standard_arms
+from kvbridge.eval.documents import Document
+from kvbridge.forms import KINDS
+from kvbridge.kernels import FormMap
 from kvbridge.model import KVModel
+from kvbridge.native import exact_states
 from kvbridge.plan import HandoffPlan
 from kvbridge.states import ContentStates
+from tiny_bridge import random_form
 from tiny_models import ARCHITECTURES, kv_model, random_ids, tiny_model
+from tiny_pair import tiny_pair
 
 TOKENS = 40
 HELD = 12
@@ -142,6 +149,27 @@ def test_what_is_exact_stays_exact(architecture: str, held: int) -> None:
             torch.testing.assert_close(given, wanted, rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("recompute", [1, 2])
+def test_no_sink_is_read_twice_beside_a_tail_recompute(recompute: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = kv_model(), random_ids(TOKENS)
+    plan = replace(PLAN, native_head=None, tail_recompute=recompute)
+    carried, logits = exact_states(model, plan, ids), model.prefill(ids)[1][:, -1]
+    read: list[list[int]] = []
+    run = compat.run
+
+    def spy(module: Any, input_ids: Tensor | None, cache: Cache, **given: Any) -> Any:
+        if input_ids is not None:
+            read.append(given["position_ids"][0].tolist())
+        return run(module, input_ids, cache, **given)
+
+    monkeypatch.setattr(compat, "run", spy)
+    handoff = assemble(model, plan, ids, carried)
+    sinks, scouts = [0, 1, 2, 3], [37, 38, 39]
+    first = [sinks, scouts] if recompute > 1 else [sinks + scouts]
+    assert read == [*first, [*handoff.attended.tolist(), *range(TOKENS - 6, TOKENS)]]
+    torch.testing.assert_close(handoff.logits, logits, rtol=0, atol=2e-5)
+
+
 @pytest.mark.parametrize("scouts", [1, 6, 50])
 def test_any_number_of_scouts_reads_the_tail_at_most(scouts: int) -> None:
     model, ids, plan = kv_model(), random_ids(TOKENS), replace(PLAN, scouts=scouts)
@@ -229,3 +257,35 @@ def test_refuses_attention_that_it_does_not_know() -> None:
     states = torch.zeros(1, 2, 3, 4)
     with pytest.raises(UnsupportedModelError, match=r"Linear gives its attention softcap=, which recording"):
         compat._recorded_attention(torch.nn.Linear(1, 1), states, states, states, states, 1.0, softcap=50.0)
+
+
+def test_arms_choose_among_what_they_carry(scouted: list[Tensor]) -> None:
+    pair = tiny_pair()
+    prompt, other = (random_ids(TOKENS, seed=seed) for seed in (0, 1))
+    context = read_context(pair, Document("d0", prompt, random_ids(4)), other)
+    arms = standard_arms(pair, FormMap(tuple(random_form(kind, pair) for kind in KINDS)), PLAN, TOKENS)
+    readings = {name: arms[name](context) for name in ("mapped", "injected", "other_document", "no_context")}
+    mapped, injected, other_document = scouted
+    assert not torch.equal(mapped, other_document)
+    native = pair.target.content(context.native.cache)
+    torch.testing.assert_close(readings["injected"].logits, context.native.logits, rtol=0, atol=2e-5)
+    assert readings["injected"].seconds["scout"] > 0
+    # Layer 0 is exact: that of the other text but for sinks, attended tokens and tail.
+    strange = pair.target.content(readings["other_document"].cache).keys[0] - native.keys[0]
+    own = (strange.abs().amax(dim=(0, 1, 3)) < 1e-4).nonzero().flatten().tolist()
+    chosen = (4 + other_document.topk(8).indices).tolist()
+    assert own == sorted({*range(4), *chosen, *range(TOKENS - 6, TOKENS), *shared_tokens(prompt, other)})
+    assert injected.shape == (TOKENS - 10,)
+
+
+def shared_tokens(prompt: Tensor, other: Tensor) -> list[int]:
+    return (prompt[0] == other[0]).nonzero().flatten().tolist()
+
+
+def test_the_tail_of_equal_cost_pays_for_attended_tokens() -> None:
+    pair = tiny_pair()
+    mapping = FormMap(tuple(random_form(kind, pair) for kind in KINDS))
+    with_them = equal_cost_tail(pair, mapping, PLAN, TOKENS)
+    without = equal_cost_tail(pair, mapping, replace(PLAN, native_attended=0.0), TOKENS)
+    assert with_them.native_attended == 0
+    assert with_them.native_tail >= without.native_tail + 8
