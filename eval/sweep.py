@@ -126,16 +126,6 @@ def differing_settings(runs: Sequence[Run]) -> list[str]:
     return [name for name in names if len({json.dumps(own[name]) for own in known if name in own}) > 1]
 
 
-def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Indices of the points for which no other is as good in both coordinates and better in one; lower is better."""
-    front, best = [], float("inf")
-    for at in sorted(range(len(points)), key=lambda at: points[at]):
-        if points[at][1] < best or (front and points[at] == points[front[-1]]):
-            front.append(at)
-            best = points[at][1]
-    return front
-
-
 def best_under(runs: Sequence[Run], budget: float) -> Run | None:
     """The finished run of lowest KL whose hand-off costs at most `budget` of the target's prefill FLOPs."""
     affordable = [run for run in runs if run.results is not None and run.share <= budget]

@@ -10,7 +10,8 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from kvbridge.eval.figures import ARM_COLOURS, INK, logarithmic, svg_figure
-from kvbridge.eval.sweep import Run, pareto, series
+from kvbridge.eval.sweep import Run, series
+from kvbridge.planner import pareto
 
 # Beyond these a figure is no longer read.
 MOST_SETTINGS = 8

@@ -9,9 +9,10 @@ from typing import Any
 from kvbridge.errors import UsageError
 from kvbridge.eval.fidelity import METRIC_NAMES
 from kvbridge.eval.report import metric_cell, render
-from kvbridge.eval.sweep import BUDGETS, Run, best_under, differing_settings, pareto
+from kvbridge.eval.sweep import BUDGETS, Run, best_under, differing_settings
 from kvbridge.eval.sweep_figures import pareto_figure, sensitivity_figures
 from kvbridge.eval.verdict import percent
+from kvbridge.planner import pareto
 
 COLUMNS = {name: METRIC_NAMES[name] for name in ("gap_recovered", "kl", "kl_first", "top1", "rollout_kl")}
 

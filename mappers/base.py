@@ -60,3 +60,25 @@ class Mapper(Protocol):
             UsageError: a hyper-parameter does not fit the pair.
         """
         ...
+
+
+@runtime_checkable
+class CostedMapper(Protocol):
+    """A mapper that can say before the fit what its map will cost, so that one too dear is never fitted."""
+
+    def map_flops(self, source: KVGeometry, target: KVGeometry, layers: range) -> int:
+        """Operations that mapping one token into the target `layers` will take."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Unfitted:
+    """The cost of a map that is still to be fitted."""
+
+    mapper: CostedMapper
+    source: KVGeometry
+    target: KVGeometry
+
+    def flops_per_token(self, layers: range) -> int:
+        """Operations that mapping one token into the target `layers` will take."""
+        return self.mapper.map_flops(self.source, self.target, layers)

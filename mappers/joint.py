@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from kvbridge.calibration import CalibrationMoments, MomentBlock
 from kvbridge.errors import UsageError
-from kvbridge.forms import SharedBasis
+from kvbridge.forms import KINDS, SharedBasis
 from kvbridge.geometry import KVGeometry
 from kvbridge.mappers.base import FittedMap
 from kvbridge.mappers.joint_inputs import (
@@ -22,10 +22,12 @@ from kvbridge.mappers.joint_inputs import (
     Penalty,
     choose_penalties,
     finished_map,
+    head_inputs,
     joined,
     needed_blocks,
     solve_joint,
 )
+from kvbridge.variables import Span
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,22 @@ class Joint:
 
     def blocks(self) -> frozenset[MomentBlock]:
         return needed_blocks(self.native_head, self.boundary)
+
+    def widths(self, source: KVGeometry, target: KVGeometry, layers: range) -> tuple[int, int]:
+        """Numbers that the map reads, and those that it makes for the target `layers`, per token."""
+        sides = {"source": source, "target": target}
+        spans = [(name, sides[name.partition(".")[0]]) for name in head_inputs(self.native_head)]
+        read = sum(Span.parse(name, side.layers).width(side) for name, side in spans)
+        first = 0 if self.native_head is None else self.native_head + 1
+        stop = target.layers if self.boundary is None else self.boundary
+        made = len(range(max(first, layers.start), min(stop, layers.stop)))
+        stream = target.hidden_size if self.boundary == layers.stop else 0
+        return read, len(KINDS) * made * target.kv_heads * target.head_dim + stream
+
+    def map_flops(self, source: KVGeometry, target: KVGeometry, layers: range) -> int:
+        """Operations of the full-rank map for one token and the target `layers`."""
+        read, made = self.widths(source, target, layers)
+        return 2 * read * made
 
     def solve(
         self, moments: CalibrationMoments, source: KVGeometry, target: KVGeometry

@@ -86,6 +86,11 @@ class Ridge:
     def blocks(self) -> frozenset[MomentBlock]:
         return own_kind_blocks()
 
+    def map_flops(self, source: KVGeometry, target: KVGeometry, layers: range) -> int:
+        """Operations of keys and values for one token and the target `layers`."""
+        slots = min(self.k, source.layers) * (source.kv_heads if self.heads == "all" else 1)
+        return 2 * len(KINDS) * len(layers) * target.kv_heads * slots * source.head_dim * target.head_dim
+
     def fit(self, moments: CalibrationMoments, source: KVGeometry, target: KVGeometry) -> FittedMap:
         """Rank source layers, then solve every target layer and head.
 

@@ -78,6 +78,11 @@ class ReducedRank:
     def blocks(self) -> frozenset[MomentBlock]:
         return self.joint.blocks()
 
+    def map_flops(self, source: KVGeometry, target: KVGeometry, layers: range) -> int:
+        """Operations for one token and the target `layers`; fewer where held-out moments choose a smaller rank."""
+        read, made = self.joint.widths(source, target, layers)
+        return 2 * min(self.rank, read, made) * (self.groups * read + made)
+
     def fit(self, moments: CalibrationMoments, source: KVGeometry, target: KVGeometry) -> FittedMap:
         """Solve the joint regression, then keep the directions that matter most.
 

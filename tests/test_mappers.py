@@ -28,11 +28,12 @@ from kvbridge.bridge import Bridge
 from kvbridge.calibration import CalibrationConfig, CalibrationMoments, Moments, calibrate, open_corpus
 from kvbridge.calibration.blocks import draw_blocks
 from kvbridge.errors import CalibrationError, UsageError
-from kvbridge.forms import KINDS, SlotAffine, input_slot
+from kvbridge.forms import KINDS, SlotAffine, flops_per_token, input_slot
 from kvbridge.geometry import KVGeometry
 from kvbridge.kernels import FormMap
 from kvbridge.layout import BridgeMap
 from kvbridge.mappers import FittedMap, Identity, Joint, Mapper, Random, ReducedRank, Ridge, available
+from kvbridge.mappers.base import CostedMapper
 from kvbridge.mappers.regression import explained_squares, held_out_r2, ridge_solve
 from kvbridge.mappers.ridge import rank_layers
 from kvbridge.pair import ModelPair
@@ -140,6 +141,17 @@ def calibrated(mapper: Mapper, unequal: Calibrated, equal: Calibrated) -> Calibr
 
 def test_every_exported_mapper_is_in_the_matrix() -> None:
     assert {type(mapper) for mapper in MAPPERS} == set(available().values())
+
+
+def test_says_before_the_fit_what_its_map_will_cost(mapper: Mapper, calibrated: Calibrated) -> None:
+    if not isinstance(mapper, CostedMapper):
+        return
+    source, target = calibrated.pair.source.geometry, calibrated.pair.target.geometry
+    fitted = calibrated.fit(mapper)
+    layers = made_layers(fitted)
+    expected, found = mapper.map_flops(source, target, layers), flops_per_token(fitted.forms, layers)
+    # Held-out moments may choose a smaller rank.
+    assert found <= expected if isinstance(mapper, ReducedRank) else found == expected
 
 
 def test_is_a_frozen_dataclass_that_is_registered(mapper: Mapper) -> None:

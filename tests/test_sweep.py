@@ -21,10 +21,11 @@ from kvbridge.calibration import CalibrationConfig, calibrate_once, collect, mom
 from kvbridge.cli.jobs import Sweep, safe_name
 from kvbridge.errors import UsageError
 from kvbridge.eval.status import alone, deciding, is_alive, is_finished, read_status, recorded, write_status
-from kvbridge.eval.sweep import best_under, differing_settings, find_runs, pareto, series
+from kvbridge.eval.sweep import best_under, differing_settings, find_runs, series
 from kvbridge.eval.sweep_figures import _places
 from kvbridge.eval.sweep_report import short_names, write_sweep_report
 from kvbridge.mappers import Ridge
+from kvbridge.planner import pareto
 from made_results import results
 from tiny_pair import tiny_pair
 
