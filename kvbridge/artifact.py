@@ -206,6 +206,14 @@ def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return made
 
 
+def _sums(contents: dict[str, bytes]) -> bytes:
+    return "".join(f"{hashlib.sha256(contents[name]).hexdigest()}  {name}\n" for name in SUMMED).encode()
+
+
+def _json(config: dict[str, Any]) -> bytes:
+    return (json.dumps(config, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
 def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], card: str) -> None:
     """Write a bridge folder, all of it or nothing; an existing bridge is replaced, any other folder refused.
 
@@ -219,11 +227,27 @@ def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor
     header = {"format": FORMAT, "format_version": FORMAT_VERSION}
     config = header | config | {"tensors": {name: _describe(name, tensor) for name, tensor in sorted(tensors.items())}}
     contents = {
-        CONFIG: (json.dumps(config, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode(),
+        CONFIG: _json(config),
         WEIGHTS: save(_apart(tensors)),
     }
-    contents[SUMS] = "".join(f"{hashlib.sha256(contents[name]).hexdigest()}  {name}\n" for name in SUMMED).encode()
-    contents[CARD] = card.encode()
+    _write_contents(folder, contents | {SUMS: _sums(contents), CARD: card.encode()})
+
+
+def rewrite_config(folder: Path, changed: dict[str, Any]) -> None:
+    """Change some values of a bridge's config, all or nothing; weights and card stay as they are.
+
+    Raises:
+        ArtifactError: the folder is damaged, or holds more than a bridge.
+    """
+    _require_replaceable(folder)
+    contents = {name: _read_file(folder, name) for name in (SUMS, *SUMMED)}
+    _check_sums(folder, contents)
+    contents[CONFIG] = _json(_parse_json(contents[CONFIG], str(folder / CONFIG)) | changed)
+    card = {CARD: (folder / CARD).read_bytes()} if (folder / CARD).is_file() else {}
+    _write_contents(folder, contents | {SUMS: _sums(contents)} | card)
+
+
+def _write_contents(folder: Path, contents: dict[str, bytes]) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvbridge.artifact import CARD, CONFIG, SUMS, WEIGHTS, folder_bytes, read_folder, write_folder
+from kvbridge.artifact import (
+    CARD,
+    CONFIG,
+    FORMAT_VERSION,
+    SUMS,
+    WEIGHTS,
+    folder_bytes,
+    read_folder,
+    rewrite_config,
+    write_folder,
+)
 from kvbridge.errors import ArtifactError, UsageError
 from kvbridge.fingerprint import digest
 from kvbridge.layout import BridgeMap, pack, unpack
@@ -135,6 +145,27 @@ class Bridge:
             "storage": str(stored).removeprefix("torch."),
         }
         write_folder(Path(folder), config, tensors, self._card())
+
+    def with_map(self, name: str, added: BridgeMap) -> Bridge:
+        """The same bridge with another map; points of one that it replaces are left out."""
+        points = [point for point in self.points if point["map"] != name]
+        return replace(self, maps=self.maps | {name: added}, points=points)
+
+    def save_points(self, folder: str | Path) -> None:
+        """Write the points into the folder that this bridge was loaded from; weights and card stay as they are.
+
+        Raises:
+            ArtifactError: the folder is damaged, or holds another bridge by now.
+        """
+        place = Path(folder)
+        config, tensors = read_folder(place)
+        stored = replace(self, maps=unpack(config, tensors, place), identity=config["identity"])
+        if stored.fingerprint() != self.fingerprint():
+            raise ArtifactError(f"{folder} holds another bridge than the one that was measured; measure again.")
+        if config["format_version"] < FORMAT_VERSION:
+            self.save_pretrained(place)
+        else:
+            rewrite_config(place, {"points": self.points})
 
     @classmethod
     def from_pretrained(
