@@ -72,6 +72,7 @@ def take_documents(
     prompt: int,
     chat: bool = False,
     join: bool = False,
+    setting: str = "eval.documents",
 ) -> list[Document]:
     """The first documents in file order that are long enough, and their first tokens.
 
@@ -83,6 +84,7 @@ def take_documents(
         prompt: how many of them are the prompt.
         chat: the prompt asks, in the target's chat template, to go on with the text.
         join: continue a document that is too short with those that follow it in the corpus.
+        setting: that says how many, for messages.
 
     Raises:
         UsageError: a number is out of range, or a chat is impossible.
@@ -90,7 +92,7 @@ def take_documents(
     """
     if documents < 1 or not 2 <= prompt < tokens:
         raise UsageError(
-            f"eval.documents={documents}, eval.prompt={prompt}, eval.tokens={tokens}: "
+            f"{setting}={documents}, eval.prompt={prompt}, eval.tokens={tokens}: "
             "expected at least one document and 2 ≤ prompt < tokens."
         )
     frame = chat_frame(tokenizer) if chat else Frame([], [])
@@ -105,6 +107,6 @@ def take_documents(
         if len(taken) == documents:
             return taken
     raise CorpusError(
-        f"corpus {corpus.name} has {len(taken)} documents of {wanted} tokens or more; eval.documents={documents}. "
+        f"corpus {corpus.name} has {len(taken)} documents of {wanted} tokens or more; {setting}={documents}. "
         "Ask for fewer or shorter documents, or give more text."
     )

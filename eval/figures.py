@@ -17,6 +17,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 # Stands for the page's text colour; replaced by `currentColor` in the SVG.
 INK = "#010203"
+# Of a figure on its own.
+PAGE_INK, PAGE = "#24292f", "#ffffff"
 ARM_COLOURS = {
     "mapped": "#2f81f7",
     "source": "#d98a1f",
@@ -49,6 +51,12 @@ STYLE = {
     "axes.spines.right": False,
     "legend.frameon": False,
 }
+
+
+def standalone(figure: str) -> str:
+    """A figure as a file of its own: without a page whose text colour it could follow, it brings one."""
+    opening, rest = figure.replace("currentColor", PAGE_INK).split(">", 1)
+    return f'{opening} style="background: {PAGE}">{rest}'
 
 
 @contextmanager

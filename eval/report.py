@@ -199,10 +199,14 @@ def reproduce(results: dict[str, Any]) -> str:
         words.append(_word("moments", settings["moments"]))
         groups.remove("calibration")
     if not settings.get("bridge"):
-        mapper = results["mapper"]
+        # A planner may have chosen another map of the bridge than the one that this run fitted.
+        mapper = settings["mapper"] if "budget" in settings["plan"] else results["mapper"]
         words.append(f"mapper={mapper['name']}")
         words += [_word(f"mapper.{name}", value) for name, value in mapper.items() if name != "name"]
     words += [_word(name, settings[name]) for name in ("map", "storage") if settings.get(name) not in (None, "float32")]
+    if "budget" in settings["plan"]:
+        words.append("plan=auto")
+        groups.insert(2, "planner")
     for group in groups:
         words += _overrides(group, settings[group])
     return " \\\n  ".join([*words, "out=DIR"])

@@ -1,7 +1,8 @@
 """One `results.json` per run: everything a report or a later comparison needs.
 
 schema              version of this layout
-run                 versions, seeds, git revision, device, dtype, wall times, settings, fingerprint of the text
+run                 versions, seeds, git revision, device, dtype, wall times, settings, fingerprint of the text, and
+                    planning (null, or budget, choice, and the fingerprint of the points that it was made from)
 pair                both models: name, revision, fingerprint, geometry; the tokenizer's fingerprint
 map                 name of the map in the bridge
 mapper, plan        method and hyper-parameters; what was computed natively

@@ -141,6 +141,10 @@ def deciding(settings: dict[str, Any]) -> dict[str, Any]:
         unread += ("moments", "mapper.", "calibration.")
     elif settings.get("moments"):
         unread += ("calibration.",)
+    if "budget" not in settings.get("plan", {}):
+        unread += ("planner.",)
+    if settings.get("map") is None:
+        unread += ("map",)
     flat = flatten(settings)
     return {
         name: value

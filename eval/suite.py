@@ -69,8 +69,10 @@ class Task:
         pair.require_length(longest, "the larger of eval.tokens and eval.prompt + eval.rollout,")
         return cls(pair, plan, config, config.open("eval"), folder)
 
-    def documents(self, prompt: int, tokens: int, count: int, *, chat: bool = False) -> list[Document]:
-        """The first documents of the corpus that are long enough."""
+    def documents(
+        self, prompt: int, tokens: int, count: int, *, chat: bool = False, setting: str = "eval.documents"
+    ) -> list[Document]:
+        """The first documents of the corpus that are long enough; `setting` says how many."""
         return take_documents(
             self.corpus,
             self.pair.tokenizer,
@@ -79,6 +81,7 @@ class Task:
             prompt=prompt,
             chat=chat,
             join=self.config.join,
+            setting=setting,
         )
 
 

@@ -10,12 +10,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kvbridge.eval.figures import kl_by_document
+from kvbridge.eval.figures import kl_by_document, standalone
 from kvbridge.eval.probe_figures import accuracy_by_place
 from kvbridge.eval.report import load_results
 
-# An image on its own page has no text colour to follow, so it brings a page of its own.
-INK, PAPER = "#24292f", "#ffffff"
 FIGURES = {"documents": kl_by_document, "memory": lambda results: accuracy_by_place(results["probes"])}
 
 
@@ -25,9 +23,7 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("image", type=Path)
     options = parser.parse_args()
-    drawn = FIGURES[options.figure](load_results(options.run)).replace("currentColor", INK)
-    opening, rest = drawn.split(">", 1)
-    options.image.write_text(f'{opening} style="background: {PAPER}">{rest}')
+    options.image.write_text(standalone(FIGURES[options.figure](load_results(options.run))))
     print(options.image)
 
 

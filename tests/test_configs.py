@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hydra import compose, initialize_config_module
@@ -18,16 +18,19 @@ from kvbridge.cli.commands import Settings
 from kvbridge.cli.settings import PairConfig, register
 from kvbridge.errors import KVBridgeError
 from kvbridge.eval import EvalConfig, ProbesConfig
+from kvbridge.eval.candidates import PlannerConfig
 from kvbridge.eval.tracking import WandbConfig
 from kvbridge.mappers import Mapper, Ridge, available
 from kvbridge.plan import HandoffPlan
+from kvbridge.planner import AutoPlan
 
 ROOT = Path(str(files("kvbridge.configs")))
 YAML = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.yaml"))
 GROUPS: dict[str, Any] = {
     "pair": PairConfig,
     "mapper": Mapper,
-    "plan": HandoffPlan,
+    "plan": HandoffPlan | AutoPlan,
+    "planner": PlannerConfig,
     "calibration": CalibrationConfig,
     "eval": EvalConfig,
 }
@@ -116,7 +119,7 @@ def test_a_typo_at_the_root_is_an_error() -> None:
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_setting_is_explained(group: str) -> None:
-    kinds = available().values() if group == "mapper" else [GROUPS[group]]
+    kinds = available().values() if group == "mapper" else get_args(GROUPS[group]) or [GROUPS[group]]
     for kind in kinds:
         assert is_dataclass(kind)
         explained = "".join(parent.__doc__ or "" for parent in kind.__mro__)
@@ -133,6 +136,14 @@ def test_an_override_beats_an_experiment() -> None:
     settings = Settings.of(composed("experiment=published_ridge", "mapper.k=2", "plan=exact_sinks"))
     assert (settings.mapper.k, settings.mapper.first_positions) == (2, "included")
     assert settings.plan == HandoffPlan(sinks=4, native_head=None, native_tail=1)
+
+
+def test_the_planner_takes_the_place_of_a_plan() -> None:
+    settings = Settings.of(composed("plan=auto", "plan.budget=0.1", "planner.native_tail=[1,64]"))
+    assert settings.auto
+    assert settings.plan == AutoPlan(budget=0.1)
+    assert settings.planner.native_tail == [1, 64]
+    assert not Settings.of(composed()).auto
 
 
 SWEEPS = sorted(path.stem for path in YAML if path.stem.startswith("sweep_"))

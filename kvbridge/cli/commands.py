@@ -12,13 +12,17 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
+from kvbridge.artifact import CONFIG
 from kvbridge.bridge import Bridge, bridge_bytes
 from kvbridge.cli.describe import print_results
+from kvbridge.cli.planning import Chosen, check_cost, chosen, provisional, require_one_process, with_points
+from kvbridge.cli.planning import plan_command as plan_command
 from kvbridge.cli.settings import Settings
 from kvbridge.errors import UsageError
 from kvbridge.fingerprint import digest
 from kvbridge.layout import BridgeMap
 from kvbridge.pair import ModelPair, Pair
+from kvbridge.plan import HandoffPlan
 from kvbridge.processes import process_state
 
 
@@ -67,18 +71,46 @@ def _fit(settings: Settings, pair: ModelPair, moments: Any) -> Bridge:
             "peak_memory_bytes": moments.info.get("peak_memory_bytes"),
         },
     )
-    bridge.save_pretrained(settings.out / "bridge", dtype=settings.storage)
+    folder = settings.out / "bridge"
+    if (folder / CONFIG).is_file():
+        bridge = _beside(Bridge.from_pretrained(folder), bridge, folder)
+    bridge.save_pretrained(folder, dtype=settings.storage)
     # What is scored is what was stored.
-    return Bridge.from_pretrained(settings.out / "bridge", pair=pair)
+    return Bridge.from_pretrained(folder, pair=pair)
 
 
-def _prepare(settings: Settings, pair: ModelPair) -> tuple[Any, dict[str, Any]]:
+def _beside(former: Bridge, fitted: Bridge, folder: Path) -> Bridge:
+    """The freshly fitted map beside the others that a bridge has; alone where it takes the place of the only one.
+
+    Raises:
+        UsageError: the others are of another pair or calibration.
+    """
+    ((name, added),) = fitted.maps.items()
+    others = former.maps.keys() - {name}
+    if not others:
+        return fitted
+    # Mappers ask for different moments of one and the same text.
+    known, wanted = (
+        {key: value for key, value in each.calibration.get("identity", {}).items() if key != "moment blocks"}
+        for each in (former, fitted)
+    )
+    differing = [key for key in {**wanted, **known} if known.get(key) != wanted.get(key)]
+    if former.identity != fitted.identity or differing:
+        what = "pair" if former.identity != fitted.identity else f"calibration ({', '.join(differing)})"
+        raise UsageError(
+            f"{folder} has the maps {', '.join(sorted(others))} of another {what}, and one bridge holds maps of one "
+            "calibration; give another out=."
+        )
+    return former.with_map(name, added)
+
+
+def _prepare(settings: Settings, pair: ModelPair, plan: HandoffPlan) -> tuple[Any, dict[str, Any]]:
     """What will be scored, after everything that can be checked before a long run."""
     from kvbridge.eval import suite
 
     if settings.logger is not None:
         settings.logger.require()
-    task = suite.Task.of(pair, settings.plan, settings.eval, settings.out)
+    task = suite.Task.of(pair, plan, settings.eval, settings.out)
     return task, suite.prepare(task)
 
 
@@ -86,6 +118,7 @@ def _evaluate(
     settings: Settings,
     bridge: Bridge,
     prepared: tuple[Any, dict[str, Any]],
+    choice: Chosen,
     location: Path | None,
     seconds: dict[str, float],
 ) -> None:
@@ -97,14 +130,17 @@ def _evaluate(
     from kvbridge.kernels import FormMap
 
     task, parts = prepared
-    name = bridge.map_name(settings.map)
-    subject = suite.Subject(task, bridge, FormMap.of(bridge, name, device=task.pair.target.device), name)
+    mapping = FormMap.of(bridge, choice.map, device=task.pair.target.device)
+    subject = suite.Subject(task, bridge, mapping, choice.map)
     measured = suite.measure(subject, parts, seconds)
-    plan = parts["documents"][0].plan(settings.plan)
-    run = describe_run(task.pair, settings.plain, seconds) | {"text": task.corpus.fingerprint}
+    plan = parts["documents"][0].plan(task.plan)
+    run = describe_run(task.pair, settings.plain, seconds) | {
+        "text": task.corpus.fingerprint,
+        "planning": choice.planning,
+    }
     # A bridge may have been fitted under other settings than those of this command.
     run["seeds"]["calibration"] = bridge.calibration.get("identity", {}).get("calibration.seed")
-    results = build_results(task.pair, bridge, subject.mapping, plan, settings.eval, measured, run, name)
+    results = build_results(task.pair, bridge, subject.mapping, plan, settings.eval, measured, run, choice.map)
     results["cost"]["artifact_bytes"] = bridge_bytes(location) if location else None
     results["cost"]["calibration_seconds"] = bridge.calibration.get("seconds")
     results["cost"]["calibration_peak_memory_bytes"] = bridge.calibration.get("peak_memory_bytes")
@@ -135,7 +171,8 @@ def _run(settings: Settings) -> None:
         print(f"{settings.out}: done already")
         return
     pair = settings.pair.load()
-    prepared = _prepare(settings, pair)
+    check_cost(settings, pair)
+    prepared = _prepare(settings, pair, provisional(settings))
     with recorded(settings.out, settings.plain, process_state().is_main_process):
         with _timed(seconds, "calibrate"):
             moments = _calibrate(settings, pair, _moments_folder(settings, pair))
@@ -144,7 +181,14 @@ def _run(settings: Settings) -> None:
         with _timed(seconds, "fit"):
             bridge = _fit(settings, pair, moments)
         del moments
-        _evaluate(settings, bridge, prepared, settings.out / "bridge", seconds)
+        name = settings.map or settings.mapper.name
+        choice = Chosen(provisional(settings), name)
+        if settings.auto:
+            with _timed(seconds, "plan"):
+                bridge = with_points(settings, pair, bridge, settings.out / "bridge")
+            choice = chosen(settings, pair, bridge)
+            prepared = _prepare(settings, pair, choice.plan)
+        _evaluate(settings, bridge, prepared, choice, settings.out / "bridge", seconds)
 
 
 def calibrate_command(config: DictConfig) -> None:
@@ -162,36 +206,32 @@ def calibrate_command(config: DictConfig) -> None:
         print(f"{folder / MOMENTS}: rows {rows}")
 
 
+def _maps_in(folder: Path) -> list[str]:
+    return list(Bridge.from_pretrained(folder).maps) if (folder / CONFIG).is_file() else []
+
+
 def fit_command(config: DictConfig) -> None:
     """Fit a map on finished moments."""
     from kvbridge.calibration import MOMENTS
 
     settings = Settings.of(config)
     settings.refuse("bridge")
-    if (settings.out / "results.json").exists():
-        raise UsageError(f"{settings.out} holds the results of an earlier bridge; give another out=.")
+    name = settings.map or settings.mapper.name
+    if (settings.out / "results.json").exists() and name in _maps_in(settings.out / "bridge"):
+        raise UsageError(
+            f"{settings.out} holds the results of an earlier bridge with a map {name}; give another out=, or map=NAME "
+            "to add a map."
+        )
     stored = settings.moments is None and settings.moments_store is not None
     pair = settings.pair.load() if stored else None
     folder = _moments_folder(settings, pair) if pair else settings.calibration_folder
     if not (folder / MOMENTS).is_file():
         raise UsageError(f"{folder / MOMENTS}: no moments there; run `kvbridge calibrate` first, or give moments=DIR.")
     pair = pair or settings.pair.load()
+    check_cost(settings, pair)
     reused = dataclasses.replace(settings, moments=folder)
     bridge = _fit(reused, pair, _calibrate(reused, pair, folder))
     print(f"{settings.out / 'bridge'}: {bridge.parameters():,} numbers")
-
-
-def _bridge_location(settings: Settings) -> str:
-    """Where the bridge is that a command reads: what `bridge=` says, else that of the run in `out`.
-
-    Raises:
-        UsageError: neither is there.
-    """
-    if settings.bridge:
-        return settings.bridge
-    if not (settings.out / "bridge").is_dir():
-        raise UsageError(f"{settings.out / 'bridge'}: no bridge there; give bridge=DIR, or out= of a finished run.")
-    return str(settings.out / "bridge")
 
 
 def eval_command(config: DictConfig) -> None:
@@ -200,29 +240,30 @@ def eval_command(config: DictConfig) -> None:
 
     settings = Settings.of(config)
     settings.refuse("moments")
-    if process_state().num_processes > 1:
-        raise UsageError(
-            f"eval works in one process and was started in {process_state().num_processes}; start it alone."
-        )
+    require_one_process("eval")
     with alone(settings.out, main=True):
-        _score(settings, _bridge_location(settings))
+        _score(settings, settings.bridge_location())
 
 
 def _score(settings: Settings, location: str) -> None:
     from kvbridge.eval.status import is_finished, recorded
 
     unchecked = Bridge.from_pretrained(location)
-    unchecked.map_name(settings.map)
     settings.plain.update(bridge=location, bridge_fingerprint=unchecked.fingerprint())
+    if settings.auto:
+        settings.plain.update(points=digest(unchecked.points))
+    else:
+        unchecked.map_name(settings.map)
     if is_finished(settings.out, settings.plain):
         print(f"{settings.out}: done already")
         return
     pair = settings.pair.load()
     unchecked.require_pair(pair)
     folder = Path(location).expanduser()
-    prepared = _prepare(settings, pair)
+    choice = chosen(settings, pair, unchecked)
+    prepared = _prepare(settings, pair, choice.plan)
     with recorded(settings.out, settings.plain, main=True):
-        _evaluate(settings, unchecked, prepared, folder if folder.is_dir() else None, {})
+        _evaluate(settings, unchecked, prepared, choice, folder if folder.is_dir() else None, {})
 
 
 def inspect_command(config: DictConfig) -> None:
@@ -230,7 +271,7 @@ def inspect_command(config: DictConfig) -> None:
     from kvbridge.cli.describe import print_bridge
 
     settings = Settings.of(config)
-    location = _bridge_location(settings)
+    location = settings.bridge_location()
     print_bridge(Bridge.from_pretrained(location), location)
 
 

@@ -15,6 +15,7 @@ from kvbridge.errors import UsageError
 from kvbridge.layout import MAP_NAME
 from kvbridge.pair import EMBEDDED, ModelPair, PairLoader, open_pair
 from kvbridge.plan import HandoffPlan
+from kvbridge.planner import AutoPlan
 from kvbridge.storage import storage_dtype
 
 
@@ -66,6 +67,7 @@ class RootConfig:
     pair: Any = MISSING
     mapper: Any = MISSING
     plan: Any = MISSING
+    planner: Any = MISSING
     calibration: Any = MISSING
     eval: Any = MISSING
     experiment: Any = None
@@ -84,7 +86,8 @@ class Settings:
 
     pair: PairConfig
     mapper: Any
-    plan: HandoffPlan
+    plan: HandoffPlan | AutoPlan
+    planner: Any
     calibration: Any
     eval: Any
     out: Path
@@ -103,7 +106,7 @@ class Settings:
         Raises:
             UsageError: a setting was added that nothing reads, `out` is empty, or what the objects' own checks raise.
         """
-        names = ("pair", "mapper", "plan", "calibration", "eval")
+        names = ("pair", "mapper", "plan", "planner", "calibration", "eval")
         _refuse_additions("", config)
         if not config.out:
             raise UsageError("out is empty: give the folder of the run, out=DIR.")
@@ -130,6 +133,23 @@ class Settings:
         """
         if getattr(self, name) is not None:
             raise UsageError(f"{name}={getattr(self, name)} is not read by this command; leave it out.")
+
+    def bridge_location(self) -> str:
+        """Where the bridge is that a command reads: what `bridge=` says, else that of the run in `out`.
+
+        Raises:
+            UsageError: neither is there.
+        """
+        if self.bridge:
+            return self.bridge
+        if not (self.out / "bridge").is_dir():
+            raise UsageError(f"{self.out / 'bridge'}: no bridge there; give bridge=DIR, or out= of a finished run.")
+        return str(self.out / "bridge")
+
+    @property
+    def auto(self) -> bool:
+        """Whether map and plan are chosen from measured points."""
+        return isinstance(self.plan, AutoPlan)
 
     @property
     def calibration_folder(self) -> Path:
@@ -184,14 +204,22 @@ def register() -> None:
     """Make the rooms' dataclasses known to Hydra as the schemas of their groups."""
     from kvbridge.calibration import CalibrationConfig
     from kvbridge.eval import EvalConfig
+    from kvbridge.eval.candidates import PlannerConfig
     from kvbridge.eval.tracking import WandbConfig
     from kvbridge.mappers import available
 
     store = ConfigStore.instance()
     store.store(name="root_schema", node=_editable(RootConfig))
-    groups = {"pair": PairConfig, "plan": HandoffPlan, "calibration": CalibrationConfig, "eval": EvalConfig}
+    groups = {
+        "pair": PairConfig,
+        "plan": HandoffPlan,
+        "planner": PlannerConfig,
+        "calibration": CalibrationConfig,
+        "eval": EvalConfig,
+    }
     for group, schema in groups.items():
         store.store(group=group, name="schema", node=_editable(schema))
+    store.store(group="plan", name="auto_schema", node=_editable(AutoPlan))
     store.store(group="logger", name="wandb_schema", node=_editable(WandbConfig))
     for name, mapper in available().items():
         store.store(group="mapper", name=name, node=_editable(mapper))
