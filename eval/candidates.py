@@ -25,6 +25,7 @@ class PlannerConfig:
         max_share: plans that cost more of the target's prefill FLOPs are not measured.
         dearest: share of prefill FLOPs from which on a map is refused before it is fitted; at 1 it costs what it saves.
         budgets: shares of prefill FLOPs for which the best point is printed.
+        sizes: print how large calibration and map of a pair will be, from its models' configs alone, and stop.
         native_tail: tails that are tried.
         native_head: native heads that are tried; empty for the one that each map needs, or else 0.
         native_attended: shares of the carried tokens to read natively that are tried.
@@ -35,6 +36,7 @@ class PlannerConfig:
     max_share: float = 0.5
     dearest: float = 1.0
     budgets: list[float] = field(default_factory=lambda: [0.05, 0.1, 0.15, 0.25])
+    sizes: bool = False
     native_tail: list[int] = field(default_factory=lambda: [1, 16])
     native_head: list[int] = field(default_factory=list)
     native_attended: list[float] = field(default_factory=lambda: [0.0, 0.05, 0.1, 0.15, 0.2])

@@ -148,3 +148,26 @@ def test_plan_refuses(given: tuple[str, ...], said: str, kvbridge: Run, bridge: 
     found = sentence(kvbridge("plan", *given, *out))
     assert re.search(said, found), found
     assert left(bridge.parent) == before
+
+
+# Sizes
+
+
+@pytest.mark.parametrize("flag", ["--sizes", "planner.sizes=true"])
+def test_sizes_need_no_model(flag: str, kvbridge: Run, tmp_path: Path) -> None:
+    named = ("pair.source=qwen3-8b", "pair.target=qwen3-32b", "mapper=shared_basis", "mapper.rank=512")
+    ran = kvbridge("plan", *named, "eval.prompt=4096", "eval.tokens=4160", flag, without=("mapper.k",))
+    assert (ran.code, ran.errors) == (0, [])
+    for line in (
+        "qwen3-8b → qwen3-32b, 2,048 tokens",
+        "shared basis of rank 512",
+        "prefill of 4,096",
+        "inputs of the map",
+    ):
+        assert line in ran.out
+    assert left(tmp_path) == set()
+
+
+def test_sizes_of_an_unknown_model_say_which_are_known(kvbridge: Run) -> None:
+    said = sentence(kvbridge("plan", "--sizes", "pair.source=qwen9"))
+    assert "qwen9 is neither a folder with config.json nor one of qwen3-0.6b" in said

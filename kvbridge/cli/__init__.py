@@ -17,6 +17,7 @@ commands
   fit         fit a map on finished moments; writes OUT/bridge
   eval        score a finished bridge; writes OUT/results.json and a report
   plan        measure a bridge's maps under many plans, and say which is best for which budget
+              (--sizes: how large a calibration and its map will be, before any model is loaded)
   report      make the report of a finished run, or one of a sweep and several runs: kvbridge report DIR …
   compare     say which of two runs is better, document by document: kvbridge compare A B [--json]
   lm-eval     lm-eval's own command line with the model `kvbridge`: kvbridge lm-eval --model kvbridge …
@@ -58,6 +59,8 @@ def _hydra(command: str, overrides: list[str]) -> None:
     from kvbridge.cli.jobs import SWEEP_FLAGS, Job, Sweep, one_line
     from kvbridge.cli.settings import register
 
+    if command == "plan":
+        overrides = ["planner.sizes=true" if given == "--sizes" else given for given in overrides]
     for given in overrides:
         if given.startswith("-") and given.split("=")[0] not in FLAGS:
             _fail(f"{given} is no option; settings are given as mapper.k=8, and -m sweeps them.")

@@ -113,6 +113,9 @@ def plan_command(config: DictConfig) -> None:
     settings = Settings.of(config)
     settings.refuse("moments")
     require_one_process("plan")
+    if settings.planner.sizes:
+        _show_sizes(settings)
+        return
     location = settings.bridge_location()
     folder = Path(location).expanduser()
     with alone(settings.out, main=True):
@@ -127,6 +130,33 @@ def plan_command(config: DictConfig) -> None:
             bridge.require_pair(pair)
             bridge = with_points(settings, pair, bridge, folder)
         _show(settings, bridge)
+
+
+def _show_sizes(settings: Settings) -> None:
+    """Print how large calibration and map will be, from the two models' shapes alone."""
+    from kvbridge.calibration.shapes import model_shape
+    from kvbridge.calibration.sizes import SizeSettings, calibration_sizes, sizes_table
+
+    given = settings.calibration
+    names = sorted({name for pair in settings.mapper.blocks() for name in pair if name.startswith("target.")})
+    # What is multiplied with itself is read; the rest is made.
+    read = tuple(name for name in names if (name, name) in settings.mapper.blocks())
+    made = tuple(name for name in names if name not in read)
+    more: dict[str, Any] = {"outputs": made} if made else {}
+    if hasattr(settings.mapper, "rank"):
+        more["rank"] = settings.mapper.rank
+    planned = SizeSettings(
+        inputs=read,
+        tokens=given.tokens,
+        held_out=given.held_out,
+        block=given.block,
+        sketch=given.sketch,
+        memory_gb=given.memory_gb,
+        prompt=settings.eval.prompt,
+        **more,
+    )
+    source, target = (model_shape(name) for name in (settings.pair.source, settings.pair.target))
+    Console().print(sizes_table(calibration_sizes(source, target, planned)))
 
 
 def _show(settings: Settings, bridge: Bridge) -> None:
