@@ -112,7 +112,8 @@ def _check_config(folder: Path, config: dict[str, Any]) -> None:
 
 def _header(data: bytes, path: Path) -> dict[str, Any]:
     """The safetensors header, read strictly: the library accepts duplicate keys and leading spaces."""
-    if data[:1] == PICKLE_STARTS[0] or data[:4] == PICKLE_STARTS[1]:
+    # A header of some lengths begins with a pickle's first byte; only its brace tells them apart.
+    if data.startswith(PICKLE_STARTS) and data[8:9] != b"{":
         raise ArtifactError(f"{path} is a pickle, which is never loaded; a bridge holds safetensors only.")
     length = int.from_bytes(data[:8], "little") if len(data) >= 8 else -1
     if not 2 <= length <= min(HEADER_CAP, len(data) - 8) or data[8:9] != b"{":

@@ -122,8 +122,8 @@ class Bridge:
 
         Args:
             folder: where; a bridge that is there is replaced.
-            dtype: of the stored weights, as a dtype or by name; `int8` keeps one scale per output coordinate and is
-                loaded as fp32. Biases and scales stay in fp32.
+            dtype: of the stored weights, as a dtype or by name; `int8` keeps scales of inputs and outputs and is loaded
+                as fp32. Biases and scales stay in fp32.
 
         Raises:
             ArtifactError: the folder holds something else, a weight is not finite, or a point is of no map.

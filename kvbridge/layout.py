@@ -2,7 +2,7 @@
 
 config.json        maps → name → forms (name and options of each), mapper, evidence
 model.safetensors  `{map}/{form}.{tensor}`; of a basis that several forms of a map share, the first form's alone;
-                   beside a weight that is stored in int8 its scales, `{map}/{form}.{tensor}_scale`
+                   beside a weight that is stored in int8 its scales, `….{tensor}_scale` and `….{tensor}_octave`
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How many bytes a stored weight takes: fp32, bf16, or one byte and a scale per output coordinate.
+"""How many bytes a stored weight takes: fp32, bf16, or one byte with scales of its input and its output coordinate.
 
-`w ≈ scale · q` with whole `q` from −127 to 127 and `scale = max |w| / 127` over all inputs of an output coordinate, so
-that a coordinate of small weights loses nothing to one of large weights. Scales, biases and slot tables stay as they
-are.
+`w ≈ octave · scale · q` with whole `q` from −127 to 127. The octave of an input coordinate is the power of two next to
+its largest weight, so that the weights of an input of small spread, which are large, do not drown the others; `scale`
+of an output coordinate is `max |w / octave| / 127` over its inputs. Both, biases and slot tables stay in fp32.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STORAGES = (*DTYPES, "int8")
 # Axes over which the inputs of one output coordinate lie, by tensor of a form.
 INPUT_AXES = {"weight": (2, 3), "reduce": (0,), "expand": (0,)}
-SCALE = "_scale"
+SCALE, OCTAVE = "_scale", "_octave"
 LARGEST = 127
 
 
@@ -32,6 +32,12 @@ def storage_dtype(storage: torch.dtype | str) -> torch.dtype:
     if storage not in STORAGES:
         raise UsageError(f"storage={storage}: expected one of {', '.join(STORAGES)}.")
     return DTYPES.get(storage, torch.int8)
+
+
+def input_octaves(weight: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """For each input coordinate (all axes but the last) the power of two next to its largest weight; 1 for zeros."""
+    largest = weight.float().abs().amax(dim=-1)
+    return torch.where(largest > 0, torch.exp2(largest.log2().round()), torch.ones_like(largest))
 
 
 def quantise(weight: Float[Tensor, "..."], axes: tuple[int, ...]) -> tuple[Int8[Tensor, "..."], Float[Tensor, "..."]]:
@@ -68,8 +74,29 @@ def pack_weights(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             continue
         if not torch.isfinite(tensor).all():
             raise ArtifactError(f"tensor {name!r} holds NaN or infinite numbers; such a bridge is not saved.")
-        packed[name], packed[name + SCALE] = quantise(tensor, axes)
+        octave = input_octaves(tensor)
+        packed[name], packed[name + SCALE] = quantise(tensor.float() / octave[..., None], axes)
+        packed[name + OCTAVE] = octave
     return packed
+
+
+def _scales(name: str, whole: Tensor | None, parts: dict[str, Tensor], place: str) -> dict[str, Tensor]:
+    """Scales and octaves of a weight, checked; empty for one that is stored as floating-point numbers."""
+    stored = whole is not None and whole.dtype == torch.int8
+    found = {suffix: parts[name + suffix].float() for suffix in (SCALE, OCTAVE) if name + suffix in parts}
+    for suffix in (SCALE, OCTAVE):
+        if stored != (suffix in found):
+            state = "lacks its" if stored else "has a"
+            raise ArtifactError(f"{place}: {name} {state} {suffix.removeprefix('_')}; it is damaged.")
+    if whole is not None and stored:
+        outer = [size for axis, size in enumerate(whole.shape) if axis not in INPUT_AXES[name]]
+        for suffix, shape in ((SCALE, outer), (OCTAVE, list(whole.shape[:-1]))):
+            if list(found[suffix].shape) != shape:
+                raise ArtifactError(
+                    f"{place}: {name} of shape {list(whole.shape)} has a {suffix.removeprefix('_')} of shape "
+                    f"{list(found[suffix].shape)}, expected {shape}; it is damaged."
+                )
+    return found
 
 
 def unpack_weights(parts: dict[str, Tensor], place: str) -> dict[str, Tensor]:
@@ -78,19 +105,10 @@ def unpack_weights(parts: dict[str, Tensor], place: str) -> dict[str, Tensor]:
     Raises:
         ArtifactError: a scale is missing, left over or of another shape.
     """
-    scales = {name + SCALE for name in INPUT_AXES}
-    unpacked = {name: tensor for name, tensor in parts.items() if name not in scales}
+    extra = {name + suffix for name in INPUT_AXES for suffix in (SCALE, OCTAVE)}
+    unpacked = {name: tensor for name, tensor in parts.items() if name not in extra}
     for name, axes in INPUT_AXES.items():
-        whole, scale = unpacked.get(name), parts.get(name + SCALE)
-        if (whole is not None and whole.dtype == torch.int8) != (scale is not None):
-            raise ArtifactError(f"{place}: {name} {'lacks its' if scale is None else 'has a'} scale; it is damaged.")
-        if whole is None or scale is None:
-            continue
-        kept = tuple(size for axis, size in enumerate(whole.shape) if axis not in axes)
-        if tuple(scale.shape) != kept or not scale.is_floating_point():
-            raise ArtifactError(
-                f"{place}: {name} of shape {tuple(whole.shape)} has a scale {scale.dtype}{list(scale.shape)}, expected "
-                f"floating-point {list(kept)}; it is damaged."
-            )
-        unpacked[name] = dequantise(whole, scale.float(), axes)
+        scales = _scales(name, unpacked.get(name), parts, place)
+        if scales:
+            unpacked[name] = dequantise(unpacked[name], scales[SCALE], axes) * scales[OCTAVE][..., None]
     return unpacked

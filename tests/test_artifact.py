@@ -98,6 +98,18 @@ def _no_pickle(monkeypatch: pytest.MonkeyPatch) -> None:
 # Round trips
 
 
+def test_a_header_that_begins_like_a_pickle_is_read(tmp_path: Path) -> None:
+    """A safetensors header of 0x…80 bytes starts with the first byte of a pickle."""
+    for padding in range(400):
+        tensors = {"map/0.bias" + "x" * padding: torch.zeros(1)}
+        write_folder(tmp_path / "folder", {}, tensors, "")
+        if (tmp_path / "folder" / "model.safetensors").read_bytes()[0] == 0x80:
+            break
+    else:
+        pytest.fail("no header of such a length")
+    assert read_folder(tmp_path / "folder")[1].keys() == tensors.keys()
+
+
 def test_what_was_saved_comes_back_to_the_bit(saved: Path) -> None:
     loaded = Bridge.from_pretrained(saved, pair=pair())
     assert same_bridge(loaded, bridge())
