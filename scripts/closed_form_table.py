@@ -45,8 +45,10 @@ def build_rows(pair: ModelPair, maps: dict[str, FormMap], prompt: int, tail: int
     """Map and plan of each row."""
     plan = HandoffPlan(sinks=4, native_head=0, native_tail=tail)
     rows = {f"{name}, mapped only": (name, plan) for name in maps}
-    fuller = within(ModelCost.of(pair.target), plan, prompt, maps["shared basis"], BUDGET)
-    rows[f"shared basis, {fuller.native_attended:.1%} of the tokens read natively"] = "shared basis", fuller
+    cost = ModelCost.of(pair.target)
+    for name, mapping in maps.items():
+        fuller = within(cost, plan, prompt, mapping, BUDGET)
+        rows[f"{name}, {fuller.native_attended:.1%} of the tokens read natively"] = name, fuller
     return rows
 
 
@@ -76,7 +78,7 @@ def parse() -> argparse.Namespace:
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--target", help="left out for --source embedded, which is both models")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--documents", type=int, default=160)
+    parser.add_argument("--documents", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--prompt", type=int, default=448)
     parser.add_argument("--tail", type=int, default=16, help="last tokens of the prompt, read natively")
