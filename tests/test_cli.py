@@ -19,6 +19,7 @@ from kvbridge.errors import KVBridgeError
 from kvbridge.eval import results as results_module
 from kvbridge.eval.fidelity import METRICS
 from kvbridge.eval.gate import GateReport
+from kvbridge.plan import HandoffPlan
 from tiny_pair import tiny_pair
 
 ARMS = ["native", "mapped", "injected", "source", "tail_only", "other_document", "no_context"]
@@ -60,7 +61,7 @@ def test_the_version_is_that_of_the_wheel(monkeypatch: pytest.MonkeyPatch, capsy
 def test_help_of_a_command_lists_groups_and_settings(kvbridge: Run) -> None:
     ran = kvbridge("run", "--help")
     assert (ran.code, ran.errors) == (0, [])
-    assert "mapper: identity, random, ridge" in ran.out
+    assert "mapper: identity, joint, random, ridge, shared_basis" in ran.out
     for setting in ("native_tail: 16", "tokens: 2048", "resamples: 100", "out: runs/"):
         assert setting in ran.out
 
@@ -126,7 +127,7 @@ def test_results_describe_pair_method_plan_and_calibration(results: dict[str, An
         "heads": "all",
         "first_positions": "excluded",
     }
-    assert results["plan"] == {"sinks": 4, "native_head": 0, "native_tail": 16, "tail_recompute": 0}
+    assert results["plan"] == HandoffPlan().to_dict()
     assert results["map"] == "ridge"
     assert results["calibration"]["rows"] == 2048
     assert results["calibration"]["identity"]["calibration.tokens"] == 2048
@@ -351,7 +352,11 @@ REFUSED: dict[str, tuple[str, list[str], str]] = {
     "type": ("run", ["mapper.k=abc"], r"mapper\.k=abc: Value 'abc' of type 'str' could not be converted to Integer"),
     "list": ("run", ["mapper.k=1,2"], r"^Ambiguous value for argument 'mapper\.k=1,2': give -m for a sweep"),
     "interpolation": ("run", ["mapper.k=${nope}"], r"^Interpolation key 'nope' not found"),
-    "group-option": ("run", ["mapper=magic"], r"Could not find 'mapper/magic'; available: identity, random, ridge\.$"),
+    "group-option": (
+        "run",
+        ["mapper=magic"],
+        r"Could not find 'mapper/magic'; available: identity, joint, random, ridge, shared_basis\.$",
+    ),
     "experiment": ("run", ["experiment=magic"], r"Could not find 'experiment/magic'; available: .*published_ridge"),
     "mapper": ("run", ["mapper.heads=some"], r"^mapper\.heads=some: expected one of all, matched\.$"),
     "plan": ("run", ["plan.native_tail=0"], r"^plan\.native_tail=0: the target must read at least the last"),

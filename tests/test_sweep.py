@@ -17,7 +17,7 @@ import pytest
 from command_line import Run, as_overrides, in_process_of_its_own, left, sentence
 from kvbridge import cli
 from kvbridge.bridge import Bridge
-from kvbridge.calibration import CalibrationConfig, calibrate_once, collect, moments_folder
+from kvbridge.calibration import CalibrationConfig, calibrate_once, moments_folder, sums
 from kvbridge.cli.jobs import Sweep, safe_name
 from kvbridge.errors import UsageError
 from kvbridge.eval.status import alone, deciding, is_alive, is_finished, read_status, recorded, write_status
@@ -41,13 +41,13 @@ def state(folder: Path) -> str:
 def collected(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry per calibration that really reads text."""
     calls: list[int] = []
-    run = collect._Collector.run
+    run = sums.Summation.run
 
     def counted(self: Any, *arguments: Any) -> Any:
         calls.append(1)
         return run(self, *arguments)
 
-    monkeypatch.setattr(collect._Collector, "run", counted)
+    monkeypatch.setattr(sums.Summation, "run", counted)
     return calls
 
 
@@ -87,7 +87,7 @@ def test_an_out_that_differs_by_job_is_left_alone(kvbridge: Run, tmp_path: Path)
     ran = kvbridge("fit", "-m", "mapper.k=1,2", "out=runs/k-${mapper.k}")
     assert (ran.code, ran.errors) == (0, [])
     for k in (1, 2):
-        assert Bridge.from_pretrained(tmp_path / f"runs/k-{k}/bridge").mapper["k"] == k
+        assert Bridge.from_pretrained(tmp_path / f"runs/k-{k}/bridge").map().mapper["k"] == k
 
 
 def test_every_failing_job_has_its_line(kvbridge: Run) -> None:
