@@ -44,6 +44,14 @@ def test_fits_gather_in_one_bridge(kvbridge: Run, bridge: Path) -> None:
     assert "say which one, map=NAME" in sentence(kvbridge("eval", "out=out"))
 
 
+def test_points_go_with_the_numbers_that_they_measured(kvbridge: Run, bridge: Path) -> None:
+    assert kvbridge("plan", "out=out", *SMALL).code == 0
+    assert kvbridge("fit", "out=out", "map=narrow", "mapper.k=3").code == 0
+    assert {point["map"] for point in Bridge.from_pretrained(bridge).points} == {"wide"}
+    assert kvbridge("fit", "out=out", "map=third", "storage=int8").code == 0
+    assert Bridge.from_pretrained(bridge).points == []
+
+
 def test_a_map_with_results_is_not_replaced(kvbridge: Run, bridge: Path) -> None:
     assert kvbridge("eval", "out=out", "map=wide").code == 0
     said = sentence(kvbridge("fit", "out=out", "map=wide"))

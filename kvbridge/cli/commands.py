@@ -12,15 +12,14 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from kvbridge.artifact import CONFIG
 from kvbridge.bridge import Bridge, bridge_bytes
 from kvbridge.cli.describe import print_results
+from kvbridge.cli.fitting import fit_map, maps_in
 from kvbridge.cli.planning import Chosen, check_cost, chosen, provisional, require_one_process, with_points
 from kvbridge.cli.planning import plan_command as plan_command
 from kvbridge.cli.settings import Settings
 from kvbridge.errors import UsageError
 from kvbridge.fingerprint import digest
-from kvbridge.layout import BridgeMap
 from kvbridge.pair import ModelPair, Pair
 from kvbridge.plan import HandoffPlan
 from kvbridge.processes import process_state
@@ -52,56 +51,6 @@ def _calibrate(settings: Settings, pair: Pair, folder: Path) -> Any:
         return moments
     collect = calibrate if settings.moments_store is None else calibrate_once
     return collect(pair, settings.calibration, settings.mapper.blocks(), folder)
-
-
-def _fit(settings: Settings, pair: ModelPair, moments: Any) -> Bridge:
-    fitted = settings.mapper.fit(moments, pair.source.geometry, pair.target.geometry)
-    identity = moments.info["identity"]
-    mapper = {"name": settings.mapper.name} | dataclasses.asdict(settings.mapper)
-    bridge = Bridge(
-        maps={settings.map or settings.mapper.name: BridgeMap(fitted.forms, mapper, fitted.evidence())},
-        identity=pair.identity(),
-        pair=pair.describe(),
-        calibration={
-            "fingerprint": digest(identity),
-            "rows": moments.sets["fit", "rest"].rows + moments.sets["fit", "first"].rows,
-            "identity": identity,
-            "seconds": moments.info.get("seconds"),
-            "tokens_per_second": moments.info.get("tokens_per_second"),
-            "peak_memory_bytes": moments.info.get("peak_memory_bytes"),
-        },
-    )
-    folder = settings.out / "bridge"
-    if (folder / CONFIG).is_file():
-        bridge = _beside(Bridge.from_pretrained(folder), bridge, folder)
-    bridge.save_pretrained(folder, dtype=settings.storage)
-    # What is scored is what was stored.
-    return Bridge.from_pretrained(folder, pair=pair)
-
-
-def _beside(former: Bridge, fitted: Bridge, folder: Path) -> Bridge:
-    """The freshly fitted map beside the others that a bridge has; alone where it takes the place of the only one.
-
-    Raises:
-        UsageError: the others are of another pair or calibration.
-    """
-    ((name, added),) = fitted.maps.items()
-    others = former.maps.keys() - {name}
-    if not others:
-        return fitted
-    # Mappers ask for different moments of one and the same text.
-    known, wanted = (
-        {key: value for key, value in each.calibration.get("identity", {}).items() if key != "moment blocks"}
-        for each in (former, fitted)
-    )
-    differing = [key for key in {**wanted, **known} if known.get(key) != wanted.get(key)]
-    if former.identity != fitted.identity or differing:
-        what = "pair" if former.identity != fitted.identity else f"calibration ({', '.join(differing)})"
-        raise UsageError(
-            f"{folder} has the maps {', '.join(sorted(others))} of another {what}, and one bridge holds maps of one "
-            "calibration; give another out=."
-        )
-    return former.with_map(name, added)
 
 
 def _prepare(settings: Settings, pair: ModelPair, plan: HandoffPlan) -> tuple[Any, dict[str, Any]]:
@@ -179,7 +128,7 @@ def _run(settings: Settings) -> None:
         if moments is None:
             return
         with _timed(seconds, "fit"):
-            bridge = _fit(settings, pair, moments)
+            bridge = fit_map(settings, pair, moments)
         del moments
         name = settings.map or settings.mapper.name
         choice = Chosen(provisional(settings), name)
@@ -206,10 +155,6 @@ def calibrate_command(config: DictConfig) -> None:
         print(f"{folder / MOMENTS}: rows {rows}")
 
 
-def _maps_in(folder: Path) -> list[str]:
-    return list(Bridge.from_pretrained(folder).maps) if (folder / CONFIG).is_file() else []
-
-
 def fit_command(config: DictConfig) -> None:
     """Fit a map on finished moments."""
     from kvbridge.calibration import MOMENTS
@@ -217,7 +162,7 @@ def fit_command(config: DictConfig) -> None:
     settings = Settings.of(config)
     settings.refuse("bridge")
     name = settings.map or settings.mapper.name
-    if (settings.out / "results.json").exists() and name in _maps_in(settings.out / "bridge"):
+    if (settings.out / "results.json").exists() and name in maps_in(settings.out / "bridge"):
         raise UsageError(
             f"{settings.out} holds the results of an earlier bridge with a map {name}; give another out=, or map=NAME "
             "to add a map."
@@ -230,7 +175,7 @@ def fit_command(config: DictConfig) -> None:
     pair = pair or settings.pair.load()
     check_cost(settings, pair)
     reused = dataclasses.replace(settings, moments=folder)
-    bridge = _fit(reused, pair, _calibrate(reused, pair, folder))
+    bridge = fit_map(reused, pair, _calibrate(reused, pair, folder))
     print(f"{settings.out / 'bridge'}: {bridge.parameters():,} numbers")
 
 

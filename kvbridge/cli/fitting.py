@@ -1,0 +1,86 @@
+"""Fitting a map, and several maps of one calibration in one bridge."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from kvbridge.artifact import CONFIG
+from kvbridge.bridge import Bridge
+from kvbridge.cli.settings import Settings
+from kvbridge.errors import UsageError
+from kvbridge.fingerprint import digest
+from kvbridge.layout import BridgeMap
+from kvbridge.pair import ModelPair
+
+
+def fit_map(settings: Settings, pair: ModelPair, moments: Any) -> Bridge:
+    """Fit the settings' map and store it in the bridge of `out`, beside the maps that are there.
+
+    Returns:
+        The bridge as it was stored, since that is what is scored.
+
+    Raises:
+        UsageError: the other maps are of another pair or calibration.
+    """
+    folder, name = settings.out / "bridge", settings.map or settings.mapper.name
+    former = Bridge.from_pretrained(folder) if (folder / CONFIG).is_file() else None
+    if former is not None and former.maps.keys() <= {name}:
+        former = None
+    empty = Bridge({}, pair.identity(), pair.describe(), _calibration(moments))
+    if former is not None:
+        _require_same(former, empty, folder)
+    fitted = settings.mapper.fit(moments, pair.source.geometry, pair.target.geometry)
+    mapper = {"name": settings.mapper.name} | dataclasses.asdict(settings.mapper)
+    bridge = (former or empty).with_map(name, BridgeMap(fitted.forms, mapper, fitted.evidence()))
+    bridge.save_pretrained(folder, dtype=settings.storage)
+    stored = Bridge.from_pretrained(folder, pair=pair)
+    if former is None or _same_maps(former, stored, {point["map"] for point in stored.points}):
+        return stored
+    # Another storage has changed the numbers of maps that were measured.
+    bare = dataclasses.replace(stored, points=[])
+    bare.save_points(folder)
+    return bare
+
+
+def _calibration(moments: Any) -> dict[str, Any]:
+    """What a bridge says of the moments that its maps were fitted on."""
+    identity = moments.info["identity"]
+    return {
+        "fingerprint": digest(identity),
+        "rows": moments.sets["fit", "rest"].rows + moments.sets["fit", "first"].rows,
+        "identity": identity,
+        "seconds": moments.info.get("seconds"),
+        "tokens_per_second": moments.info.get("tokens_per_second"),
+        "peak_memory_bytes": moments.info.get("peak_memory_bytes"),
+    }
+
+
+def _require_same(former: Bridge, fitted: Bridge, folder: Path) -> None:
+    """Refuse to add to the maps of another pair or calibration."""
+    # Mappers ask for different moments of one and the same text.
+    known, wanted = (
+        {key: value for key, value in each.calibration.get("identity", {}).items() if key != "moment blocks"}
+        for each in (former, fitted)
+    )
+    differing = [key for key in {**wanted, **known} if known.get(key) != wanted.get(key)]
+    if former.identity != fitted.identity or differing:
+        what = "pair" if former.identity != fitted.identity else f"calibration ({', '.join(differing)})"
+        raise UsageError(
+            f"{folder} has the maps {', '.join(sorted(former.maps))} of another {what}, and one bridge holds maps of "
+            "one calibration; give another out=."
+        )
+
+
+def _same_maps(former: Bridge, stored: Bridge, names: set[str]) -> bool:
+    """Whether two bridges have the same numbers in some of their maps."""
+    one, other = (
+        dataclasses.replace(each, maps={name: each.maps[name] for name in sorted(names)}) for each in (former, stored)
+    )
+    return one.fingerprint() == other.fingerprint()
+
+
+def maps_in(folder: Path) -> list[str]:
+    """Names of the maps of the bridge in a folder; none where there is no bridge."""
+    return list(Bridge.from_pretrained(folder).maps) if (folder / CONFIG).is_file() else []
