@@ -55,7 +55,9 @@ def test_points_go_with_the_numbers_that_they_measured(kvbridge: Run, bridge: Pa
 def test_a_map_with_results_is_not_replaced(kvbridge: Run, bridge: Path) -> None:
     assert kvbridge("eval", "out=out", "map=wide").code == 0
     said = sentence(kvbridge("fit", "out=out", "map=wide"))
-    assert said.startswith("out holds the results of an earlier bridge with a map wide; give another out=, or map=NAME")
+    assert said == (
+        "out holds the results of an earlier bridge; give another out=, or map=NAME to add one to wide, narrow."
+    )
     assert kvbridge("fit", "out=out", "map=third").code == 0
     assert list(Bridge.from_pretrained(bridge).maps) == ["wide", "narrow", "third"]
 

@@ -161,12 +161,10 @@ def fit_command(config: DictConfig) -> None:
 
     settings = Settings.of(config)
     settings.refuse("bridge")
-    name = settings.map or settings.mapper.name
-    if (settings.out / "results.json").exists() and name in maps_in(settings.out / "bridge"):
-        raise UsageError(
-            f"{settings.out} holds the results of an earlier bridge with a map {name}; give another out=, or map=NAME "
-            "to add a map."
-        )
+    held = maps_in(settings.out / "bridge")
+    if (settings.out / "results.json").exists() and (not held or (settings.map or settings.mapper.name) in held):
+        added = f", or map=NAME to add one to {', '.join(held)}" if held else ""
+        raise UsageError(f"{settings.out} holds the results of an earlier bridge; give another out={added}.")
     stored = settings.moments is None and settings.moments_store is not None
     pair = settings.pair.load() if stored else None
     folder = _moments_folder(settings, pair) if pair else settings.calibration_folder
