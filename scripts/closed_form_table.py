@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Score joint and shared-basis maps under several plans on one pair, all on the same documents, in one pass.
 
-The table of docs/closed_form.md comes from it; a killed run goes on where it was, with more `--documents` too:
+The table of docs/real_pair.md comes from it; a killed run goes on where it was, with more `--documents` too:
 
     kvbridge fit … mapper=joint out=runs/joint storage=bfloat16
     kvbridge fit … mapper=shared_basis mapper.rank=1600 out=runs/basis storage=int8

@@ -63,7 +63,7 @@ def check_cost(settings: Settings, pair: ModelPair) -> None:
 
     if isinstance(settings.mapper, CostedMapper):
         expected = Unfitted(settings.mapper, pair.source.geometry, pair.target.geometry)
-        name = f"the map of mapper={settings.mapper.name}"
+        name = f"the map of mapper={settings.plain['mapper']['name']}"
         cost, dearest = ModelCost.of(pair.target), settings.planner.dearest
         require_saving(name, expected, provisional(settings), cost, settings.eval.prompt, dearest)
 
@@ -164,7 +164,8 @@ def _show(settings: Settings, bridge: Bridge) -> None:
 
     if not bridge.points:
         raise UsageError("the bridge has no measured points; give planner.documents=20 or so to measure some.")
-    budgets = sorted({*settings.planner.budgets, *([settings.plan.budget] if settings.auto else [])})
+    own = [] if isinstance(settings.plan, HandoffPlan) else [settings.plan.budget]
+    budgets: list[float] = sorted({*settings.planner.budgets, *own})
     context = plan_context(bridge, budgets)
     console = Console(width=120)
     table = Table(*context["columns"])
