@@ -21,7 +21,7 @@ on where it was killed:
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from safetensors.torch import load_file
 from kvbridge import HandoffPlan, ModelPair, load_pair
 from kvbridge.calibration import CorpusConfig
 from kvbridge.calibration.blocks import draw_blocks
+from kvbridge.errors import KVBridgeError
 from kvbridge.eval import EvalConfig, evaluate
 from kvbridge.eval.arms import Arm, Context, Reading, mapped_arm
 from kvbridge.eval.documents import Document, take_documents
@@ -85,10 +86,10 @@ class StoredCache:
     target: KVModel
     file: Path
 
-    def apply(self, states: ContentStates, layers: range) -> ContentStates:
-        stored, at = load_file(self.file), states.positions
+    def apply(self, source: ContentStates, layers: range, native: ContentStates | None = None) -> ContentStates:
+        stored, at = load_file(self.file), source.positions
         keys, values = (stored[kind][layers.start : layers.stop, None][..., at, :].float() for kind in KINDS)
-        return replace(states, keys=self.target.rotary.strip(keys, at), values=values)
+        return ContentStates(self.target.rotary.strip(keys, at), values, at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +207,10 @@ def main() -> None:
         command.add_argument("--out", required=True)
         command.set_defaults(work=work)
     options = parser.parse_args()
-    options.work(options)
+    try:
+        options.work(options)
+    except KVBridgeError as error:
+        raise SystemExit(str(error)) from error
 
 
 if __name__ == "__main__":
