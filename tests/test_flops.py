@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -79,6 +79,7 @@ def test_a_prefill_attends_causally() -> None:
     assert COST.read(4, 6, 7, layers=2) == 2 * (2 * PER_TOKEN + (8 + 9) * PER_PAIR)
 
 
+@settings(deadline=None)
 @given(lengths, st.data())
 def test_reading_in_two_parts_costs_the_same(length: int, data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, length))
@@ -147,6 +148,7 @@ def test_share_of_an_all_native_plan_is_one(length: int, mapping: Dense | None) 
     assert prefill_share(COST, HandoffPlan(sinks=4, native_tail=16), length, mapping) == 1.0
 
 
+@settings(deadline=None)
 @given(plans, st.integers(60, 120), st.sampled_from(["sinks", "native_head", "native_tail", "native_attended", "map"]))
 def test_share_grows_with_every_part(plan: HandoffPlan, length: int, part: str) -> None:
     share = partial(prefill_share, COST, prompt_length=length)
@@ -165,6 +167,7 @@ def test_share_grows_with_every_part(plan: HandoffPlan, length: int, part: str) 
     assert share(plan=HandoffPlan(**larger), mapping=cheap) > share(plan=plan, mapping=cheap)
 
 
+@settings(deadline=None)
 @given(plans, lengths, costs)
 def test_an_affordable_tail_stays_within_the_budget_and_uses_it_up(
     plan: HandoffPlan, length: int, mapping: Dense
