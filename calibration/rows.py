@@ -18,6 +18,7 @@ from kvbridge.calibration.products import KNOWN, SKETCH, Extent, MomentBlock
 from kvbridge.forms import KINDS
 from kvbridge.geometry import KVGeometry
 from kvbridge.model import KVModel
+from kvbridge.states import normed
 from kvbridge.variables import VARIABLES, Span
 
 
@@ -82,12 +83,6 @@ def read_states(
         content = model.content(model.read(input_ids.to(model.device)))
     read = {f"{role}.{kind}": getattr(content, kind).permute(1, 3, 0, 2, 4).flatten(2).to("cpu") for kind in KINDS}
     return read | {residual_name(layer): stream.float().to("cpu") for layer, stream in streams.items()}
-
-
-def normed(residual: Float[Tensor, "*rows E"]) -> Float[Tensor, "*rows E"]:
-    """A residual stream divided by its root mean square over the hidden width, in fp32."""
-    exact = residual.float()
-    return exact / exact.square().mean(dim=-1, keepdim=True).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def cut_rows(read: Mapping[str, Float[Tensor, "B T p"]], name: str, depth: int) -> Float[Tensor, "N q"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rich.table import Table
@@ -9,6 +10,7 @@ from rich.table import Table
 from kvbridge.calibration.moments import ROWS_PER_PRODUCT
 from kvbridge.calibration.passes import SUM_BYTES, plan_passes
 from kvbridge.calibration.products import KNOWN, SKETCH, Extent, MomentBlock, joint_blocks
+from kvbridge.calibration.rows import residual_layers
 from kvbridge.calibration.shapes import ModelShape
 from kvbridge.calibration.sketch import SKETCHED, sketched
 from kvbridge.errors import UsageError
@@ -105,20 +107,31 @@ def _layer_widths(source: ModelShape, target: ModelShape, settings: SizeSettings
     return widths | dict.fromkeys(SKETCHED, source.kv_width) | {SKETCH: kept}
 
 
+def _width(names: Iterable[str], widths: dict[str, int], layers: dict[str, int]) -> int:
+    """Numbers in one row of some variables.
+
+    Raises:
+        UsageError: a variable is none.
+    """
+    extents = [Extent.of(name, layers) for name in names]
+    unknown = [extent.variable for extent in extents if extent.variable not in layers]
+    if unknown:
+        raise UsageError(f"{unknown[0]} is no variable of a map; expected one of {', '.join(KNOWN)}.")
+    return sum(len(extent) * widths[extent.variable] for extent in extents)
+
+
 def _passes(
     blocks: frozenset[MomentBlock], widths: dict[str, int], layers: dict[str, int], settings: SizeSettings
 ) -> tuple[int, int]:
     """How many passes there are, and the bytes of the largest one's sums."""
     memory = None if settings.memory_gb is None else settings.memory_gb * 1e9
     sets = 2 if settings.held_out else 1
-
-    def width(name: str) -> int:
-        extent = Extent.of(name, layers)
-        return len(extent) * widths[extent.variable]
-
-    whole = {name: width(name) for block in blocks for name in block}
+    whole = {name: _width([name], widths, layers) for block in blocks for name in block}
     passes = plan_passes(blocks, whole, layers, sets, memory)
-    return len(passes), max(sum(width(a) * width(b) for a, b in part) * SUM_BYTES * sets for part in passes)
+    return len(passes), max(
+        sum(_width([a], widths, layers) * _width([b], widths, layers) for a, b in part) * SUM_BYTES * sets
+        for part in passes
+    )
 
 
 def calibration_sizes(source: ModelShape, target: ModelShape, settings: SizeSettings) -> CalibrationSizes:
@@ -129,20 +142,12 @@ def calibration_sizes(source: ModelShape, target: ModelShape, settings: SizeSett
     """
     layers = {name: (source if name.startswith("source.") else target).layers for name in KNOWN}
     widths = _layer_widths(source, target, settings)
-
-    def width(names: tuple[str, ...] | list[str]) -> int:
-        extents = [Extent.of(name, layers) for name in names]
-        unknown = [extent.variable for extent in extents if extent.variable not in layers]
-        if unknown:
-            raise UsageError(f"{unknown[0]} is no variable of a map; expected one of {', '.join(KNOWN)}.")
-        return sum(len(extent) * widths[extent.variable] for extent in extents)
-
     inputs = (*SKETCHED, *settings.inputs)
     blocks = joint_blocks(inputs, settings.outputs)
     features = inputs if settings.sketch is None else (SKETCH, *settings.inputs)
-    p, raw, q = width(features), width(inputs), width(settings.outputs)
+    p, raw, q = (_width(names, widths, layers) for names in (features, inputs, settings.outputs))
     passes, sums = _passes(blocks if settings.sketch is None else sketched(blocks), widths, layers, settings)
-    streams = {name.partition("[")[2] for name in (*settings.inputs, *settings.outputs) if "residual" in name}
+    streams = residual_layers((*settings.inputs, *settings.outputs), layers)
     source_token = 2 * source.layers * source.kv_width * HALF
     target_token = (2 * target.layers * target.kv_width + len(streams) * target.hidden) * HALF
     sets = 2 if settings.held_out else 1

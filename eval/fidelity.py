@@ -66,14 +66,15 @@ class _Reference:
         """Metrics of one arm on this document."""
         forced = fidelity(self.gold_logits, reading.force(self.gold).to(self.gold.device), self.gold[0])
         rolled = fidelity(self.rollout_logits, reading.force(self.rollout).to(self.gold.device), self.rollout[0])
-        return _summary(forced) | {
+        return summarise(forced) | {
             "rollout_kl": rolled.kl.mean().item(),
             "kl_by_position": [round(value, 6) for value in forced.kl.tolist()],
             "rollout_kl_by_position": [round(value, 6) for value in rolled.kl.tolist()],
         }
 
 
-def _summary(forced: Fidelity) -> dict[str, float]:
+def summarise(forced: Fidelity) -> dict[str, float]:
+    """Means over the gold positions, and what the first of them shows."""
     return {
         "kl": forced.kl.mean().item(),
         "kl_first": forced.kl[0].item(),

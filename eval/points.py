@@ -19,6 +19,7 @@ from kvbridge.bridge import Bridge
 from kvbridge.eval.arms import Reading, read_prompt, strip_prompt
 from kvbridge.eval.candidates import Candidate, PlannerConfig, candidates
 from kvbridge.eval.documents import Document
+from kvbridge.eval.fidelity import summarise
 from kvbridge.eval.partial import PartialResults
 from kvbridge.eval.statistics import gap_interval, mean_interval, resample
 from kvbridge.eval.suite import Task
@@ -51,13 +52,7 @@ def _comparable(stored: Sequence[dict[str, Any]], wanted: dict[str, Any]) -> lis
 
 def _scores(reading: Reading, gold: Int[Tensor, "1 G"], native: Float[Tensor, "G V"]) -> dict[str, float]:
     logits = reading.force(gold)[:, : native.shape[-1]].to(native.device)
-    forced = fidelity(native, logits, gold[0].to(native.device))
-    return {
-        "kl": forced.kl.mean().item(),
-        "kl_first": forced.kl[0].item(),
-        "top1": forced.top1.mean().item(),
-        "nll": forced.nll.mean().item(),
-    }
+    return summarise(fidelity(native, logits, gold[0].to(native.device)))
 
 
 def _score_document(

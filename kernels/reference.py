@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvbridge.errors import CacheError
 from kvbridge.forms import SharedBasis, SlotAffine
-from kvbridge.states import ContentStates
+from kvbridge.states import ContentStates, normed
 from kvbridge.variables import Span
 
 
@@ -58,10 +58,7 @@ def _span_rows(span: Span, states: ContentStates | None) -> Float[Tensor, "B T w
         chosen = getattr(states, span.states)[span.start : span.stop].float()  # [L, B, H, T, D]
         return chosen.permute(1, 3, 0, 2, 4).flatten(2)
     streams = [states.residual[layer].float() for layer in span.layers]
-    if span.states == "normed_residual":
-        tiny = torch.finfo(torch.float32).tiny
-        streams = [h * h.square().mean(dim=-1, keepdim=True).clamp_min(tiny).rsqrt() for h in streams]
-    return torch.cat(streams, dim=-1)
+    return torch.cat([normed(h) if span.states == "normed_residual" else h for h in streams], dim=-1)
 
 
 def rows_of(spans: Sequence[Span], source: ContentStates, native: ContentStates | None) -> Float[Tensor, "B T p"]:

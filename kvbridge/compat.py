@@ -136,6 +136,15 @@ def _watched(layer: nn.Module, number: int, before: Callable[[int, Tensor], Tens
     return copied
 
 
+def _with_layers(model: PreTrainedModel, layers: Iterable[nn.Module]) -> PreTrainedModel:
+    """A shallow copy of the backbone, with all its weights, that runs other decoder layers."""
+    copied = copy.copy(backbone(model))
+    # A wrapped forward is bound to the original and would run its layers.
+    copied.__dict__.pop("forward", None)
+    copied._modules = {**copied._modules, "layers": nn.ModuleList(layers)}
+    return copied
+
+
 def watched_backbone(model: PreTrainedModel, layers: range, before: Callable[[int, Tensor], Tensor]) -> PreTrainedModel:
     """A backbone that shares all weights with the model's own, runs some of its decoder layers and watches them.
 
@@ -147,12 +156,7 @@ def watched_backbone(model: PreTrainedModel, layers: range, before: Callable[[in
         before: called with a layer's number and the residual stream `[B, T, E]` at its input; what it returns enters.
     """
     every = decoder_layers(model)
-    copied = copy.copy(backbone(model))
-    # A wrapped forward is bound to the original and would run its layers.
-    copied.__dict__.pop("forward", None)
-    watched = nn.ModuleList([_watched(every[number], number, before) for number in layers])
-    copied._modules = {**copied._modules, "layers": watched}
-    return copied
+    return _with_layers(model, [_watched(every[number], number, before) for number in layers])
 
 
 def _recorded_attention(
@@ -197,11 +201,7 @@ def recorded_backbone(model: PreTrainedModel, record: Callable[[Tensor], None]) 
                 attention.__dict__.update(config=config, record=record)
         return copied
 
-    copied = copy.copy(backbone(model))
-    # A wrapped forward is bound to the original and would run its layers.
-    copied.__dict__.pop("forward", None)
-    copied._modules = {**copied._modules, "layers": nn.ModuleList(map(recorded, decoder_layers(model)))}
-    return copied
+    return _with_layers(model, map(recorded, decoder_layers(model)))
 
 
 class _PartComplete(Exception):

@@ -245,15 +245,6 @@ def open_pair(
 ) -> PairLoader:
     """Check a pair and load its tokenizers, but none of its models yet; the arguments are those of `load_pair`.
 
-    Args:
-        source: the small model, or `embedded` for both models.
-        target: the large model.
-        source_revision: hub revision of the source.
-        target_revision: hub revision of the target.
-        dtype: `float32`, `bfloat16` or `float16`.
-        device: a torch device, or `auto` for the one that accelerate gives this process.
-        trust_remote_code: run code that comes with a checkpoint; off unless asked for.
-
     Raises:
         UsageError: a folder, dtype or device does not exist.
         PairMismatchError: the two models have different tokenizers.

@@ -15,6 +15,12 @@ from kvbridge.geometry import KVGeometry
 from kvbridge.rotary import RotaryCodec
 
 
+def normed(residual: Float[Tensor, "*rows E"]) -> Float[Tensor, "*rows E"]:
+    """A residual stream divided by its root mean square over the hidden width, in fp32."""
+    exact = residual.float()
+    return exact / exact.square().mean(dim=-1, keepdim=True).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
+
+
 @dataclass(frozen=True, slots=True)
 class ContentStates:
     """De-rotated keys and values of some layers of one model.

@@ -11,13 +11,15 @@ import sys
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from jaxtyping import Float
+from torch import Tensor
+
 from kvbridge.calibration import CalibrationMoments, MomentBlock
 from kvbridge.errors import UsageError
 from kvbridge.forms import KINDS, SharedBasis
 from kvbridge.geometry import KVGeometry
 from kvbridge.mappers.base import FittedMap
 from kvbridge.mappers.joint_inputs import (
-    JointFit,
     JointProblem,
     Penalty,
     choose_penalties,
@@ -97,8 +99,11 @@ class Joint:
 
     def solve(
         self, moments: CalibrationMoments, source: KVGeometry, target: KVGeometry
-    ) -> tuple[JointProblem, JointFit]:
+    ) -> tuple[JointProblem, Float[Tensor, "p q"]]:
         """Choose the penalty of each layer and kind on held-out moments, then solve.
+
+        Returns:
+            The regression, and the weights of all its outputs in the units of `JointProblem.correlation`.
 
         Raises:
             CalibrationError: too few rows, or singular normal equations.
@@ -114,10 +119,10 @@ class Joint:
         Raises:
             CalibrationError, UsageError: as `solve`.
         """
-        problem, solved = self.solve(moments, source, target)
-        expand = problem.on_inputs(solved.weight)
-        bias = problem.bias(solved.weight, problem.outputs)
+        problem, weight = self.solve(moments, source, target)
+        expand = problem.on_inputs(weight)
+        bias = problem.bias(weight, problem.outputs)
         form = SharedBasis(
             problem.inputs, joined(problem.outputs), None, expand, bias, target.kv_heads, target.head_dim
         )
-        return finished_map(problem, (form,), solved.weight)
+        return finished_map(problem, (form,), weight)

@@ -222,19 +222,6 @@ class JointProblem:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class JointFit:
-    """A solved joint regression.
-
-    Attributes:
-        weight: full-rank weights, features in the units of `JointProblem.correlation`.
-        penalties: what was chosen for each output.
-    """
-
-    weight: Float[Tensor, "p q"]
-    penalties: dict[Span, Penalty]
-
-
 def _factors(
     problem: JointProblem, penalty: Penalty, spans: Iterable[Span]
 ) -> Iterator[tuple[list[Span], Float[Tensor, "p p"]]]:
@@ -264,8 +251,8 @@ def choose_penalties(problem: JointProblem, penalties: list[Penalty]) -> dict[Sp
     return {span: penalty for span, (_, penalty) in best.items()}
 
 
-def solve_joint(problem: JointProblem, chosen: dict[Span, Penalty]) -> JointFit:
-    """Weights of all outputs, each with its own penalty."""
+def solve_joint(problem: JointProblem, chosen: dict[Span, Penalty]) -> Float[Tensor, "p q"]:
+    """Weights of all outputs in the units of `JointProblem.correlation`, each with its own penalty."""
     columns = problem.columns
     weight = torch.empty(len(problem.spread), problem.width, dtype=torch.float32)
     for penalty in dict.fromkeys(chosen.values()):
@@ -274,7 +261,7 @@ def solve_joint(problem: JointProblem, chosen: dict[Span, Penalty]) -> JointFit:
             for span in spans:
                 every = {span: torch.arange(span.width(problem.target))}
                 weight[:, columns[span]] = torch.cholesky_solve(problem.products(problem.fit, every), factor).float()
-    return JointFit(weight, chosen)
+    return weight
 
 
 def finished_map(problem: JointProblem, forms: tuple[Form, ...], weight: Float[Tensor, "p q"]) -> FittedMap:

@@ -90,11 +90,11 @@ class ReducedRank:
             CalibrationError: too few rows, or singular normal equations.
             UsageError: native head and boundary do not fit the target.
         """
-        problem, solved = self.joint.solve(moments, source, target)
-        forms, weight = [], torch.empty_like(solved.weight)
+        problem, full = self.joint.solve(moments, source, target)
+        forms, weight = [], torch.empty_like(full)
         for spans in self._grouped(problem):
             columns = torch.cat([torch.arange(problem.width)[problem.columns[span]] for span in spans])
-            reduce, expand = self._factor(problem, solved.weight[:, columns], spans)
+            reduce, expand = self._factor(problem, full[:, columns], spans)
             weight[:, columns] = reduce @ expand
             bias = problem.bias(weight[:, columns], spans)
             scaled = problem.on_inputs(reduce)

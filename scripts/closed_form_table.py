@@ -17,11 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from kvbridge import Bridge, HandoffPlan, ModelPair, load_pair
 from kvbridge.bridge import bridge_bytes
 from kvbridge.calibration import CorpusConfig
+from kvbridge.calibration.moments import rounded_factors
 from kvbridge.eval import EvalConfig, evaluate
 from kvbridge.eval.arms import Arm, mapped_arm
 from kvbridge.eval.documents import take_documents
@@ -112,7 +111,7 @@ def main() -> None:
         parts = handoff_flops(cost, plan, options.prompt, maps[name])
         costs[row] = {
             "map": parts["map"] / cost.prefill(options.prompt),
-            "all": sum(parts.values()) / cost.prefill(options.prompt),
+            "all": prefill_share(cost, plan, options.prompt, maps[name]),
             "bytes": bridge_bytes(folders[name]),
         }
     (out / "table.json").write_text(json.dumps({"arms": summary, "costs": costs}, indent=1))
@@ -122,5 +121,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     # Maps run with factors rounded to bfloat16, as they are stored, where the CPU multiplies that natively.
-    torch.backends.mkldnn.matmul.fp32_precision = "bf16"  # pyright: ignore[reportAttributeAccessIssue]
-    main()
+    with rounded_factors():
+        main()

@@ -3,6 +3,7 @@
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ os.environ.update(
     PYTHONSAFEPATH="1",
 )
 
+import datasets
 import pytest
 import torch
 
@@ -45,6 +47,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def own_dataset_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What datasets keeps of the texts of one module, out of the way of all others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("datasets")))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +36,13 @@ from kvbridge.pair import ModelPair
 from tiny_models import tiny_model
 from tiny_pair import byte_tokenizer, tiny_pair, write_corpus
 
+pytestmark = pytest.mark.usefixtures("own_dataset_cache")
+
 BLOCKS: frozenset[MomentBlock] = frozenset(
     {("source.keys", "source.values"), ("source.keys", "target.keys"), ("source.values", "target.values")}
 )
 BLOCK, FIT, HELD_OUT = 16, 12, 3
 CALLS_PER_BATCH = 2
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _own_dataset_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("datasets")))
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 import torch
@@ -115,11 +114,9 @@ def calibrate_pair(pair: ModelPair, folder: Path) -> Calibrated:
 
 
 @pytest.fixture(scope="module")
-def unequal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Calibrated]:
+def unequal(own_dataset_cache: None, tmp_path_factory: pytest.TempPathFactory) -> Calibrated:
     """3 → 4 layers, 2 → 4 KV heads, 16 → 32 wide."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("datasets")))
-        yield calibrate_pair(tiny_pair(), tmp_path_factory.mktemp("unequal"))
+    return calibrate_pair(tiny_pair(), tmp_path_factory.mktemp("unequal"))
 
 
 @pytest.fixture(scope="module")

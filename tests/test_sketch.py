@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
 from torch import Tensor
@@ -19,6 +17,8 @@ from kvbridge.pair import ModelPair
 from kvbridge.variables import Span
 from tiny_pair import tiny_pair, write_corpus
 
+pytestmark = pytest.mark.usefixtures("own_dataset_cache")
+
 BLOCK, FIT, HELD_OUT = 64, 8, 2
 SOURCE = ["source.keys", "source.values"]
 INPUTS = [*SOURCE, "target.keys[0:1]"]
@@ -26,13 +26,6 @@ OUTPUTS = ["target.keys", "target.values"]
 JOINT = joint_blocks(INPUTS, OUTPUTS)
 LAYER_WIDTH = 64
 PENALTY = 1e-3
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _own_dataset_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("datasets")))
-        yield
 
 
 @pytest.fixture(scope="module")

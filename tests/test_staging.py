@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
 from torch import Tensor
@@ -24,19 +22,14 @@ from kvbridge.pair import ModelPair, PairLoader, open_pair
 from tiny_models import kv_model
 from tiny_pair import save_pair, tiny_pair, write_corpus
 
+pytestmark = pytest.mark.usefixtures("own_dataset_cache")
+
 BLOCK, FIT, HELD_OUT = 16, 8, 2
 INPUTS = ["source.keys", "source.values", "target.keys[0:2]", "target.normed_residual[1:2]"]
 OUTPUTS = ["target.keys", "target.values", "target.residual[3:4]"]
 JOINT = joint_blocks(INPUTS, OUTPUTS)
 # A quarter of what all sums of the joint map take.
 PASSES_GB = 0.003
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _own_dataset_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("datasets")))
-        yield
 
 
 @pytest.fixture(scope="module")
