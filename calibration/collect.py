@@ -19,7 +19,7 @@ from kvbridge.calibration.staged import collect_staged
 from kvbridge.calibration.sums import Summation, Wanted, batches_of
 from kvbridge.errors import UsageError
 from kvbridge.pair import Pair, require_length
-from kvbridge.processes import process_state
+from kvbridge.processes import alone, process_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def calibrate(
         The moments; `None` on a process that only contributed a shard.
 
     Raises:
-        UsageError, CorpusError: settings or text that cannot work.
+        UsageError, CorpusError: settings or text that cannot work, or another process collects the same file.
         CalibrationError: `out` holds moments of other settings.
     """
     require_length(pair, config.block, "calibration.block")
@@ -96,7 +96,8 @@ def calibrate(
         if path.exists():
             _reused(path, pair, config, blocks)
         else:
-            moments = _collect(pair, config, blocks, path, shard, shards)
+            with alone(path, main=True):
+                moments = _collect(pair, config, blocks, path, shard, shards)
             if shards == 1:
                 return moments
         if config.shard is not None:

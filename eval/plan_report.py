@@ -38,6 +38,15 @@ def _choice(points: Sequence[Point], budget: float) -> str:
     )
 
 
+def _unmeasured(bridge: Bridge, points: Sequence[Point]) -> list[str]:
+    """A sentence on the maps that have no point, where there are any."""
+    missing = [name for name in bridge.maps if name not in {point.map for point in points}]
+    if not missing:
+        return []
+    which = f"maps {', '.join(missing)}" if len(missing) > 1 else f"map {missing[0]}"
+    return [f"No point of {which}: not measured, or dearer than planner.max_share under every plan that was tried."]
+
+
 def _caption(points: Sequence[Point]) -> str:
     measured = points[0].measured
     source = measured.get("source_kl")
@@ -93,7 +102,7 @@ def plan_context(bridge: Bridge, budgets: Sequence[float]) -> dict[str, Any]:
         "target": bridge.pair["target"]["name"],
         "columns": COLUMNS,
         "rows": [_row(at + 1, point, at in front) for at, point in enumerate(points)],
-        "choices": [_choice(points, budget) for budget in budgets],
+        "choices": [*(_choice(points, budget) for budget in budgets), *_unmeasured(bridge, points)],
         "caption": _caption(points),
         "figure": front_figure(points),
     }

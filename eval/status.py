@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import tempfile
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,12 +12,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from kvbridge import __version__
 from kvbridge.errors import KVBridgeError, UsageError
 from kvbridge.eval.report import load_results, write_report
-from kvbridge.fingerprint import digest
 from kvbridge.processes import process_state
 
 STATUS = "status.json"
@@ -46,28 +42,6 @@ def read_status(folder: Path) -> dict[str, Any]:
         return {}
     whole = isinstance(status, dict) and {"state", "pid", "host", "at"} <= status.keys()
     return status if whole and isinstance(status.get("settings"), dict) else {}
-
-
-@contextmanager
-def alone(folder: Path, main: bool) -> Iterator[None]:
-    """Keep other processes of this machine out of a run's folder; one that only contributes (`main` false) may enter.
-
-    Raises:
-        UsageError: a process is at work in it.
-    """
-    if not main:
-        yield
-        return
-    # Outside the folder, which may not exist yet and must not be made for a run that is refused.
-    lock = FileLock(Path(tempfile.gettempdir()) / f"kvbridge-{digest(str(folder.resolve()))}.lock", timeout=0)
-    try:
-        lock.acquire()
-    except Timeout as error:
-        raise UsageError(f"another process is at work in {folder}; wait for it, or give another out=.") from error
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def is_alive(status: dict[str, Any]) -> bool:

@@ -1,11 +1,19 @@
-"""This process among those that `accelerate launch` or `torchrun` started."""
+"""This process among those that `accelerate launch` or `torchrun` started, and among others on this machine."""
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 from accelerate import PartialState
+from filelock import FileLock, Timeout
+
+from kvbridge.errors import UsageError
+from kvbridge.fingerprint import digest
 
 # Processes finish their shares hours apart when one of them was resumed.
 BARRIER_TIMEOUT = timedelta(days=7)
@@ -18,3 +26,29 @@ def process_state() -> PartialState:
     several processes on a CPU for one.
     """
     return PartialState(cpu=not torch.accelerator.is_available(), timeout=BARRIER_TIMEOUT)
+
+
+@contextmanager
+def alone(folder: Path, main: bool) -> Iterator[None]:
+    """Keep other processes of this machine out of a run's folder; one that only contributes (`main` false) may enter.
+
+    Args:
+        folder: of the run, or one file that it makes.
+        main: whether this process is to hold it.
+
+    Raises:
+        UsageError: a process is at work in it.
+    """
+    if not main:
+        yield
+        return
+    # Outside the folder, which may not exist yet and must not be made for a run that is refused.
+    lock = FileLock(Path(tempfile.gettempdir()) / f"kvbridge-{digest(str(folder.resolve()))}.lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise UsageError(f"another process is at work in {folder}; wait for it, or give another out=.") from error
+    try:
+        yield
+    finally:
+        lock.release()

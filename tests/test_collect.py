@@ -33,6 +33,7 @@ from kvbridge.calibration.moments import CACHE_VARIABLES
 from kvbridge.errors import CalibrationError, CorpusError, UsageError
 from kvbridge.model import KVModel
 from kvbridge.pair import ModelPair
+from kvbridge.processes import alone
 from tiny_models import tiny_model
 from tiny_pair import byte_tokenizer, tiny_pair, write_corpus
 
@@ -269,6 +270,18 @@ def test_a_shard_alone_is_not_merged(pair: ModelPair, corpus: Path, tmp_path: Pa
         calibrate(pair, settings_of(corpus), BLOCKS, tmp_path)
     for path in tmp_path.glob("moments-*"):
         path.unlink()
+    whole = calibrate(pair, settings_of(corpus), BLOCKS, tmp_path)
+    assert whole is not None
+    assert_same_bits(whole, usual)
+
+
+def test_two_processes_do_not_collect_one_file(
+    pair: ModelPair, corpus: Path, tmp_path: Path, usual: CalibrationMoments
+) -> None:
+    said = r"^another process is at work in .*moments\.safetensors; wait for it, or"
+    with alone(tmp_path / "moments.safetensors", main=True), pytest.raises(UsageError, match=said):
+        calibrate(pair, settings_of(corpus), BLOCKS, tmp_path)
+    assert not list(tmp_path.iterdir())
     whole = calibrate(pair, settings_of(corpus), BLOCKS, tmp_path)
     assert whole is not None
     assert_same_bits(whole, usual)

@@ -252,3 +252,8 @@ def test_pages_show_front_choices_and_the_small_model(task: Task, bridge: Bridge
     assert "small model alone" in figure
     assert "currentColor" in page
     assert "currentColor" not in figure
+    assert len(context["choices"]) == 2
+    wider = replace(bridge, points=found).with_map("other", bridge.maps["ridge"])
+    assert plan_context(wider, [])["choices"] == [
+        "No point of map other: not measured, or dearer than planner.max_share under every plan that was tried."
+    ]

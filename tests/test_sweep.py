@@ -20,12 +20,13 @@ from kvbridge.bridge import Bridge
 from kvbridge.calibration import CalibrationConfig, calibrate_once, moments_folder, sums
 from kvbridge.cli.jobs import Sweep, safe_name
 from kvbridge.errors import UsageError
-from kvbridge.eval.status import alone, deciding, is_alive, is_finished, read_status, recorded, write_status
+from kvbridge.eval.status import deciding, is_alive, is_finished, read_status, recorded, write_status
 from kvbridge.eval.sweep import best_under, differing_settings, find_runs, series
 from kvbridge.eval.sweep_figures import _places
 from kvbridge.eval.sweep_report import short_names, write_sweep_report
 from kvbridge.mappers import Ridge
 from kvbridge.planner import pareto
+from kvbridge.processes import alone
 from made_results import results
 from tiny_pair import tiny_pair
 

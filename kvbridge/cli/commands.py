@@ -22,7 +22,7 @@ from kvbridge.errors import UsageError
 from kvbridge.fingerprint import digest
 from kvbridge.pair import ModelPair, Pair
 from kvbridge.plan import HandoffPlan
-from kvbridge.processes import process_state
+from kvbridge.processes import alone, process_state
 
 
 @contextmanager
@@ -104,8 +104,6 @@ def _evaluate(
 
 def run_command(config: DictConfig) -> None:
     """Calibrate, fit and evaluate."""
-    from kvbridge.eval.status import alone
-
     settings = Settings.of(config)
     settings.refuse("bridge")
     with alone(settings.out, process_state().is_main_process):
@@ -179,8 +177,6 @@ def fit_command(config: DictConfig) -> None:
 
 def eval_command(config: DictConfig) -> None:
     """Score a finished bridge."""
-    from kvbridge.eval.status import alone
-
     settings = Settings.of(config)
     settings.refuse("moments")
     require_one_process("eval")

@@ -17,7 +17,7 @@ from kvbridge.flops import ModelCost
 from kvbridge.pair import ModelPair
 from kvbridge.plan import HandoffPlan
 from kvbridge.planner import choose, points_at, require_saving
-from kvbridge.processes import process_state
+from kvbridge.processes import alone, process_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +108,6 @@ def chosen(settings: Settings, pair: ModelPair, bridge: Bridge) -> Chosen:
 
 def plan_command(config: DictConfig) -> None:
     """Measure the points that a bridge lacks, and show which map and plan is best for which budget."""
-    from kvbridge.eval.status import alone
-
     settings = Settings.of(config)
     settings.refuse("moments")
     require_one_process("plan")
