@@ -29,6 +29,7 @@ _MODEL = {"name": str, "geometry": _GEOMETRY}
 _EVIDENCE = {
     "r2?": {f"{kind}?": [[float]] for kind in KINDS},
     "selected_layers?": {f"{kind}?": [[int]] for kind in KINDS},
+    "penalties?": {"*": {"*": _NUMBER}},
 }
 _FIT = {"mapper": {"name": str}, "evidence": _EVIDENCE}
 _PAIR = {

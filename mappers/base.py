@@ -30,16 +30,19 @@ class FittedMap:
         r2: per kind, held-out R² of each target layer and head; a row without heads for a layer that no form makes;
             empty without a held-out split.
         rows_per_feature: fit rows for every input of one map.
+        penalties: per output that they were chosen for, the penalties by name.
     """
 
     forms: tuple[Form, ...]
     selected_layers: dict[str, list[list[int]]]
     r2: dict[str, list[list[float]]] = field(default_factory=dict)
     rows_per_feature: float | None = None
+    penalties: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def evidence(self) -> dict[str, Any]:
         """What the bridge and the results keep of a fit."""
-        return {"r2": self.r2, "selected_layers": self.selected_layers, "rows_per_feature": self.rows_per_feature}
+        names = ("r2", "selected_layers", "rows_per_feature", "penalties")
+        return {name: getattr(self, name) for name in names}
 
 
 @runtime_checkable

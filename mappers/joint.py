@@ -99,11 +99,12 @@ class Joint:
 
     def solve(
         self, moments: CalibrationMoments, source: KVGeometry, target: KVGeometry
-    ) -> tuple[JointProblem, Float[Tensor, "p q"]]:
+    ) -> tuple[JointProblem, Float[Tensor, "p q"], dict[Span, Penalty]]:
         """Choose the penalty of each layer and kind on held-out moments, then solve.
 
         Returns:
-            The regression, and the weights of all its outputs in the units of `JointProblem.correlation`.
+            The regression, the weights of all its outputs in the units of `JointProblem.correlation`, and the penalty
+            of each output.
 
         Raises:
             CalibrationError: too few rows, or singular normal equations.
@@ -111,7 +112,7 @@ class Joint:
         """
         problem = JointProblem.of(moments, source, target, self.native_head, self.boundary)
         chosen = choose_penalties(problem, self.candidates)
-        return problem, solve_joint(problem, chosen)
+        return problem, solve_joint(problem, chosen), chosen
 
     def fit(self, moments: CalibrationMoments, source: KVGeometry, target: KVGeometry) -> FittedMap:
         """Solve, and make the full-rank form.
@@ -119,10 +120,10 @@ class Joint:
         Raises:
             CalibrationError, UsageError: as `solve`.
         """
-        problem, weight = self.solve(moments, source, target)
+        problem, weight, chosen = self.solve(moments, source, target)
         expand = problem.on_inputs(weight)
         bias = problem.bias(weight, problem.outputs)
         form = SharedBasis(
             problem.inputs, joined(problem.outputs), None, expand, bias, target.kv_heads, target.head_dim
         )
-        return finished_map(problem, (form,), weight)
+        return finished_map(problem, (form,), weight, chosen)

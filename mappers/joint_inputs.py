@@ -8,7 +8,7 @@ which the exact keys and values of those layers are linear functions.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 
 import torch
@@ -264,11 +264,15 @@ def solve_joint(problem: JointProblem, chosen: dict[Span, Penalty]) -> Float[Ten
     return weight
 
 
-def finished_map(problem: JointProblem, forms: tuple[Form, ...], weight: Float[Tensor, "p q"]) -> FittedMap:
-    """Forms with the evidence for them, from the weights that they amount to."""
+def finished_map(
+    problem: JointProblem, forms: tuple[Form, ...], weight: Float[Tensor, "p q"], chosen: dict[Span, Penalty]
+) -> FittedMap:
+    """Forms with the evidence for them, from the weights that they amount to and the penalties of these."""
     layers = problem.target.layers
     r2 = problem.r2(weight) if problem.held_out.rows else {}
     heads = {kind: [r2.get(Span(f"target.{kind}", at, at + 1), []) for at in range(layers)] for kind in KINDS if r2}
     made = {span.start for span in problem.outputs if span.states in KINDS}
     selected = [list(range(problem.source.layers)) if at in made else [] for at in range(layers)]
-    return FittedMap(forms, dict.fromkeys(KINDS, selected), heads, problem.fit.rows / len(problem.spread))
+    rows_per_feature = problem.fit.rows / len(problem.spread)
+    penalties = {str(span): asdict(penalty) for span, penalty in chosen.items()}
+    return FittedMap(forms, dict.fromkeys(KINDS, selected), heads, rows_per_feature, penalties)

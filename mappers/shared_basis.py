@@ -90,7 +90,7 @@ class ReducedRank:
             CalibrationError: too few rows, or singular normal equations.
             UsageError: native head and boundary do not fit the target.
         """
-        problem, full = self.joint.solve(moments, source, target)
+        problem, full, chosen = self.joint.solve(moments, source, target)
         forms, weight = [], torch.empty_like(full)
         for spans in self._grouped(problem):
             columns = torch.cat([torch.arange(problem.width)[problem.columns[span]] for span in spans])
@@ -101,7 +101,7 @@ class ReducedRank:
             forms.append(
                 SharedBasis(problem.inputs, joined(spans), scaled, expand, bias, target.kv_heads, target.head_dim)
             )
-        return finished_map(problem, tuple(forms), weight)
+        return finished_map(problem, tuple(forms), weight, chosen)
 
     def _grouped(self, problem: JointProblem) -> list[list[Span]]:
         """Outputs of each group of neighbouring layers; a boundary's residual stream goes with the last one."""

@@ -4,9 +4,12 @@
 The table of docs/real_pair.md comes from it; a killed run goes on where it was, with more `--documents` too:
 
     kvbridge fit … mapper=joint out=runs/joint storage=bfloat16
-    kvbridge fit … mapper=shared_basis mapper.rank=1600 out=runs/basis storage=int8
-    python scripts/closed_form_table.py --source DIR --target DIR --joint runs/joint/bridge --basis runs/basis/bridge \
-        --corpus FILE --out DIR
+    kvbridge fit … mapper=shared_basis mapper.rank=1190 out=runs/basis storage=int8
+    python scripts/closed_form_table.py --source DIR --target DIR --map joint=runs/joint/bridge \
+        --map basis=runs/basis/bridge --corpus FILE --out DIR
+
+Each map is scored with everything between sinks and tail mapped, with the cache of another document instead, and with
+as many attended tokens read natively as `--budget` buys.
 """
 
 from __future__ import annotations
@@ -22,13 +25,13 @@ from kvbridge.bridge import bridge_bytes
 from kvbridge.calibration import CorpusConfig
 from kvbridge.calibration.moments import rounded_factors
 from kvbridge.eval import EvalConfig, evaluate
-from kvbridge.eval.arms import Arm, mapped_arm
+from kvbridge.eval.arms import Arm, mapped_arm, other_document_arm
 from kvbridge.eval.documents import take_documents
 from kvbridge.eval.results import summarise_arms
 from kvbridge.flops import ModelCost, handoff_flops, prefill_share
 from kvbridge.kernels import FormMap
 
-BUDGET = 0.25
+OTHER = "another document's cache"
 
 
 def within(cost: ModelCost, plan: HandoffPlan, prompt: int, mapping: FormMap, budget: float) -> HandoffPlan:
@@ -40,22 +43,34 @@ def within(cost: ModelCost, plan: HandoffPlan, prompt: int, mapping: FormMap, bu
     return plan
 
 
-def build_rows(pair: ModelPair, maps: dict[str, FormMap], prompt: int, tail: int) -> dict[str, tuple[str, HandoffPlan]]:
+def build_rows(
+    pair: ModelPair, maps: dict[str, FormMap], prompt: int, tail: int, budget: float
+) -> dict[str, tuple[str, HandoffPlan]]:
     """Map and plan of each row."""
-    plan = HandoffPlan(sinks=4, native_head=0, native_tail=tail)
-    rows = {f"{name}, mapped only": (name, plan) for name in maps}
-    cost = ModelCost.of(pair.target)
+    rows, cost = {}, ModelCost.of(pair.target)
     for name, mapping in maps.items():
-        fuller = within(cost, plan, prompt, mapping, BUDGET)
+        plan = HandoffPlan(sinks=4, native_head=mapping.needs_native_head() or 0, native_tail=tail)
+        fuller = within(cost, plan, prompt, mapping, budget)
+        rows |= {f"{name}, mapped only": (name, plan), f"{name}, {OTHER}": (name, plan)}
         rows[f"{name}, {fuller.native_attended:.1%} of the tokens read natively"] = name, fuller
     return rows
+
+
+def build_arms(pair: ModelPair, maps: dict[str, FormMap], rows: dict[str, tuple[str, HandoffPlan]]) -> dict[str, Arm]:
+    """One arm for each row, and the small model alone."""
+    arms: dict[str, Arm] = {"source": lambda context: context.source}
+    for row, (name, plan) in rows.items():
+        make = other_document_arm if row.endswith(OTHER) else mapped_arm
+        arms[row] = make(pair, maps[name], plan)
+    return arms
 
 
 def table(summary: dict[str, Any], costs: dict[str, dict[str, float]]) -> str:
     """The rows as Markdown, headline metrics first."""
     lines = [
-        "| what is carried | gap recovered | KL | / source's | first token | top-1 | NLL | map | in all | artifact |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| what is carried | gap recovered | KL | / source's | first token | top-1 | rollout KL | NLL | map | in all "
+        "| artifact |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row, metrics in summary.items():
         gap, kl = metrics["gap_recovered"], metrics["kl"]
@@ -63,7 +78,7 @@ def table(summary: dict[str, Any], costs: dict[str, dict[str, float]]) -> str:
             "—" if gap["mean"] is None else f"{gap['mean']:.0%} ({gap['ci95'][0]:.0%} … {gap['ci95'][1]:.0%})",
             f"{kl['mean']:.3f} ({kl['ci95'][0]:.3f} … {kl['ci95'][1]:.3f})",
             f"{kl['mean'] / summary['source']['kl']['mean']:.2f}",
-            *(f"{metrics[name]['mean']:.3f}" for name in ("kl_first", "top1", "nll")),
+            *(f"{metrics[name]['mean']:.3f}" for name in ("kl_first", "top1", "rollout_kl", "nll")),
         ]
         if row in costs:
             cells += [f"{costs[row]['map']:.1%}", f"{costs[row]['all']:.1%}", f"{costs[row]['bytes'] / 1e6:.0f} MB"]
@@ -73,14 +88,19 @@ def table(summary: dict[str, Any], costs: dict[str, dict[str, float]]) -> str:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("source", "joint", "basis", "corpus", "out"):
+    for name in ("source", "corpus", "out"):
         parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--map", action="append", required=True, help="NAME=FOLDER of a bridge with one map; repeat it")
     parser.add_argument("--target", help="left out for --source embedded, which is both models")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--documents", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--prompt", type=int, default=448)
     parser.add_argument("--tail", type=int, default=16, help="last tokens of the prompt, read natively")
+    parser.add_argument(
+        "--rollout", type=int, default=32, help="greedy tokens of the target that arms are forced through"
+    )
+    parser.add_argument("--budget", type=float, default=0.25, help="share of prefill FLOPs for attended tokens and all")
     return parser.parse_args()
 
 
@@ -88,20 +108,21 @@ def main() -> None:
     options = parse()
     out = Path(options.out)
     pair = load_pair(options.source, options.target, dtype=options.dtype)
-    folders = {"joint": options.joint, "shared basis": options.basis}
+    folders = dict(given.split("=", 1) for given in options.map)
     bridges = {name: Bridge.from_pretrained(folder, pair=pair) for name, folder in folders.items()}
     maps = {name: FormMap.of(bridge) for name, bridge in bridges.items()}
-    rows = build_rows(pair, maps, options.prompt, options.tail)
+    rows = build_rows(pair, maps, options.prompt, options.tail, options.budget)
     corpus = CorpusConfig(options.corpus).open("eval")
     documents = take_documents(
         corpus, pair.tokenizer, documents=options.documents, tokens=options.tokens, prompt=options.prompt
     )
-    config = EvalConfig(documents=options.documents, tokens=options.tokens, prompt=options.prompt, rollout=1, samples=0)
-    arms: dict[str, Arm] = {"source": lambda context: context.source}
-    arms |= {row: mapped_arm(pair, maps[name], plan) for row, (name, plan) in rows.items()}
+    lengths = {name: getattr(options, name) for name in ("documents", "tokens", "prompt", "rollout")}
+    config = EvalConfig(**lengths, samples=0)
+    arms = build_arms(pair, maps, rows)
     identity: dict[str, Any] = {
         "pair": pair.identity(),
         "corpus": corpus.fingerprint,
+        "rollout": options.rollout,
         "plans": {row: [name, plan.to_dict()] for row, (name, plan) in rows.items()},
     }
     identity |= {name: bridge.fingerprint() for name, bridge in bridges.items()}

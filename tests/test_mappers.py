@@ -284,6 +284,13 @@ def test_identity_refuses_unequal_shapes(unequal: Calibrated) -> None:
         unequal.fit(Identity())
 
 
+def test_the_penalties_that_were_chosen_are_evidence(unequal: Calibrated) -> None:
+    found = unequal.fit(Joint(native_head=1, penalties=[1e3, 1e-3])).evidence()["penalties"]
+    assert set(found) == {f"target.{kind}[{layer}:{layer + 1}]" for kind in KINDS for layer in (2, 3)}
+    assert all(each == {"own": 1e-3, "other": 1e-3, "native": 1e-3, "distance": 0.0} for each in found.values())
+    assert unequal.fit(Ridge(k=2)).evidence()["penalties"] == {}
+
+
 # Ridge on synthetic rows, whose every number is known.
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from rich.console import Console
@@ -67,7 +68,14 @@ def _map_rows(name: str, each: BridgeMap, layers: int) -> dict[str, str]:
         f"{each.flops_per_token(range(first, layers)) / 1e6:.2f} MFLOP per token",
         "  native head": "not needed" if native is None else f"{native} or more",
         "  rows per feature": f"{per_feature:.0f}{few}" if per_feature else "not known",
+        "  penalties": _penalties(each.evidence.get("penalties", {})) or "—",
     }
+
+
+def _penalties(chosen: dict[str, dict[str, float]]) -> str:
+    """Which penalties were chosen for how many outputs, the commonest first."""
+    texts = Counter(", ".join(f"{name} {value:g}" for name, value in each.items()) for each in chosen.values())
+    return "; ".join(f"{text}: {count}" for text, count in texts.most_common())
 
 
 def _layers(each: BridgeMap) -> Table:
