@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +11,19 @@ from torch import Tensor
 
 from kvbridge.bridge import Bridge
 from kvbridge.errors import CacheError
-from kvbridge.forms import KINDS, Form, SharedBasis, SlotAffine, flops_per_token, needed_native_head, require_distinct
-from kvbridge.kernels.reference import basis_rows, expanded_rows, input_slots, rows_of, slot_affine
+from kvbridge.forms import (
+    KINDS,
+    Form,
+    ResidualBranch,
+    SharedBasis,
+    SlotAffine,
+    branches_of,
+    flops_per_token,
+    frozen_forms,
+    needed_native_head,
+    require_distinct,
+)
+from kvbridge.kernels.reference import basis_rows, branch_rows, expanded_rows, input_slots, rows_of, slot_affine
 from kvbridge.plan import HandoffPlan
 from kvbridge.states import ContentStates
 from kvbridge.variables import Span
@@ -19,13 +31,13 @@ from kvbridge.variables import Span
 
 @dataclass(frozen=True, slots=True)
 class FormMap:
-    """A map as its forms: each makes other layers or another kind of the target's states.
+    """A map as its forms: each makes other layers or another kind of the target's states, and branches add to them.
 
     Attributes:
         forms: in any order; what two of them share of a basis is computed once.
 
     Raises:
-        CacheError: two forms make the same layer.
+        CacheError: two forms make the same layer, or a branch adds to one that none makes.
     """
 
     forms: tuple[Form, ...]
@@ -71,7 +83,7 @@ class FormMap:
                 f"give plan.native_head={needed} or more."
             )
         boundary = plan.mapped_layers(layers).stop
-        streams = [span for form in self.forms for span in form.outputs if span.states == "residual"]
+        streams = [span for form in frozen_forms(self.forms) for span in form.outputs if span.states == "residual"]
         if plan.tail_recompute and not any(boundary in span.layers for span in streams):
             made = ", ".join(str(layers - layer) for span in streams for layer in span.layers)
             raise CacheError(
@@ -95,10 +107,13 @@ class FormMap:
         """
         self._require_layers(layers)
         executing = _Execution(source, layers, native)
-        for form in self.forms:
+        for form in frozen_forms(self.forms):
             executing.slots(form) if isinstance(form, SlotAffine) else executing.basis(form)
+        for branch in branches_of(self.forms):
+            executing.branch(branch)
         keys, values = (torch.stack([executing.made[kind, layer] for layer in layers]) for kind in KINDS)
-        return ContentStates(keys, values, source.positions, executing.residual)
+        streams = {layer: rows for (states, layer), rows in executing.made.items() if states == "residual"}
+        return ContentStates(keys, values, source.positions, streams)
 
     def flops_per_token(self, layers: range) -> int:
         """Operations that mapping one token into the target `layers` takes; a basis that forms share counts once."""
@@ -120,8 +135,8 @@ class _Execution:
 
     def __init__(self, source: ContentStates, layers: range, native: ContentStates | None) -> None:
         self.source, self.layers, self.native = source, layers, native
-        self.made: dict[tuple[str, int], Float[Tensor, "B H T D"]] = {}
-        self.residual: dict[int, Float[Tensor, "B T E"]] = {}
+        # Keys and values of a layer are [B, H, T, D], a residual stream [B, T, E].
+        self.made: dict[tuple[str, int], Tensor] = {}
         self._slots: Float[Tensor, "slots B T D_s"] | None = None
         self._rows: dict[tuple[Span, ...], Float[Tensor, "B T p"]] = {}
         self._bases: dict[tuple[int, tuple[Span, ...]], Float[Tensor, "B T R"]] = {}
@@ -141,15 +156,30 @@ class _Execution:
     def basis(self, form: SharedBasis) -> None:
         if not form.columns(self.layers):
             return
-        if form.inputs not in self._rows:
-            self._rows[form.inputs] = rows_of(form.inputs, self.source, self.native)
         basis = id(form.reduce), form.inputs
         if basis not in self._bases:
-            self._bases[basis] = basis_rows(form, self._rows[form.inputs])
-        for span, rows in expanded_rows(form, self._bases[basis], self.layers).items():
+            self._bases[basis] = basis_rows(form, self._read(form.inputs))
+        self.made.update(self._states(form, self._bases[basis]))
+
+    def branch(self, form: ResidualBranch) -> None:
+        if not form.columns(self.layers):
+            return
+        for place, states in self._states(form, branch_rows(form, self._read(form.inputs))):
+            self.made[place] = self.made[place] + states
+
+    def _read(self, inputs: tuple[Span, ...]) -> Float[Tensor, "B T p"]:
+        if inputs not in self._rows:
+            self._rows[inputs] = rows_of(inputs, self.source, self.native)
+        return self._rows[inputs]
+
+    def _states(
+        self, form: SharedBasis | ResidualBranch, basis: Float[Tensor, "B T R"]
+    ) -> Iterator[tuple[tuple[str, int], Tensor]]:
+        """What a form expands to, layer by layer, by the place where it belongs."""
+        for span, rows in expanded_rows(form, basis, self.layers).items():
             if span.states == "residual":
-                self.residual[span.start] = rows
+                yield (span.states, span.start), rows
                 continue
             heads = rows.unflatten(-1, (len(span.layers), form.kv_heads, form.head_dim))  # [B, T, L, H, D]
             for layer, states in zip(span.layers, heads.permute(2, 0, 3, 1, 4), strict=True):
-                self.made[span.states, layer] = states
+                yield (span.states, layer), states

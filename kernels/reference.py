@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import gelu
 
 from kvbridge.errors import CacheError
-from kvbridge.forms import SharedBasis, SlotAffine
+from kvbridge.forms import ResidualBranch, SharedBasis, SlotAffine
 from kvbridge.states import ContentStates, normed
 from kvbridge.variables import Span
 
@@ -76,22 +77,44 @@ def rows_of(spans: Sequence[Span], source: ContentStates, native: ContentStates 
     return torch.cat([_span_rows(span, source if span.role == "source" else native) for span in spans], dim=-1)
 
 
+def _require_width(form: SharedBasis | ResidualBranch, rows: Float[Tensor, "B T p"]) -> None:
+    if rows.shape[-1] != form.input_width:
+        raise CacheError(
+            f"the map reads {form.input_width} numbers per token from {', '.join(map(str, form.inputs))}; the states "
+            f"have {rows.shape[-1]} there. The bridge belongs to another pair."
+        )
+
+
 def basis_rows(form: SharedBasis, rows: Float[Tensor, "B T p"]) -> Float[Tensor, "B T R"]:
     """The first half of a shared-basis form: `z = x P`, or `x` itself where there is no `P`.
 
     Raises:
         CacheError: the rows are of another width.
     """
-    if rows.shape[-1] != form.input_width:
-        raise CacheError(
-            f"the map reads {form.input_width} numbers per token from {', '.join(map(str, form.inputs))}; the states "
-            f"have {rows.shape[-1]} there. The bridge belongs to another pair."
-        )
+    _require_width(form, rows)
     return rows.float() if form.reduce is None else rows.float() @ form.reduce.float()
 
 
+def activated(activation: str, rows: Float[Tensor, "... W"]) -> Float[Tensor, "... R"]:
+    """`φ` of a residual branch: nothing, the exact GELU, or the product of the two halves of a row."""
+    if activation == "quadratic":
+        first, second = rows.chunk(2, dim=-1)
+        return first * second
+    return gelu(rows) if activation == "gelu" else rows
+
+
+def branch_rows(form: ResidualBranch, rows: Float[Tensor, "B T p"]) -> Float[Tensor, "B T R"]:
+    """The first half of a residual branch: `z = φ(x A + a)`.
+
+    Raises:
+        CacheError: the rows are of another width.
+    """
+    _require_width(form, rows)
+    return activated(form.activation, rows.float() @ form.reduce.float() + form.offset.float())
+
+
 def expanded_rows(
-    form: SharedBasis, basis: Float[Tensor, "B T R"], layers: range
+    form: SharedBasis | ResidualBranch, basis: Float[Tensor, "B T R"], layers: range
 ) -> dict[Span, Float[Tensor, "B T w"]]:
     """The second half: `y = z B + b` of the outputs that belong to the target `layers`."""
     return {
@@ -106,3 +129,10 @@ def shared_basis(form: SharedBasis, rows: Float[Tensor, "B T p"], layers: range)
     With them comes the residual stream at the input of layer `layers.stop`, where the form makes it.
     """
     return expanded_rows(form, basis_rows(form, rows), layers)
+
+
+def residual_branch(
+    form: ResidualBranch, rows: Float[Tensor, "B T p"], layers: range
+) -> dict[Span, Float[Tensor, "B T w"]]:
+    """What a residual branch adds, given the rows of its inputs, to the target `layers` and what follows them."""
+    return expanded_rows(form, branch_rows(form, rows), layers)

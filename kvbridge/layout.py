@@ -18,7 +18,16 @@ from torch import Tensor
 from kvbridge.artifact import CONFIG, WEIGHTS
 from kvbridge.consistency import check_map
 from kvbridge.errors import ArtifactError, CacheError, UsageError
-from kvbridge.forms import FORMS, KINDS, Form, SharedBasis, SlotAffine, flops_per_token, require_distinct
+from kvbridge.forms import (
+    FORMS,
+    KINDS,
+    Form,
+    ResidualBranch,
+    SharedBasis,
+    SlotAffine,
+    flops_per_token,
+    require_distinct,
+)
 from kvbridge.storage import unpack_weights
 from kvbridge.structure import STRUCTURE, STRUCTURE_1, require_points, require_structure
 from kvbridge.variables import Span
@@ -36,7 +45,7 @@ class BridgeMap:
         evidence: held-out R², selected layers, and what evaluation found.
 
     Raises:
-        CacheError: two forms make the same layer.
+        CacheError: two forms make the same layer, or a branch adds to one that none makes.
     """
 
     forms: tuple[Form, ...]
@@ -175,17 +184,22 @@ def _build_form(place: str, at: int, entry: dict[str, Any], parts: dict[str, Ten
         if form == SlotAffine.name:
             require_structure(entry, {"kind": str}, place)
             return SlotAffine(entry["kind"], **parts)
-        require_structure(entry, {"inputs": [str], "outputs": [str], "kv_heads": int, "head_dim": int}, place)
+        wide = {"inputs": [str], "outputs": [str], "kv_heads": int, "head_dim": int}
+        branch = form == ResidualBranch.name
+        require_structure(entry, wide | ({"activation": str} if branch else {}), place)
+        inputs, outputs = (tuple(map(_span, entry[side])) for side in ("inputs", "outputs"))
+        heads = {"kv_heads": entry["kv_heads"], "head_dim": entry["head_dim"]}
+        if branch:
+            return ResidualBranch(inputs, outputs, entry["activation"], **parts, **heads)
         if holder is not None and holder != at:
             shared = before[holder] if type(holder) is int and 0 <= holder < at else None
             if not isinstance(shared, SharedBasis) or shared.reduce is None or "reduce" in parts:
                 raise ArtifactError(f"{place} shares the basis of form {holder!r}, which has none; it is damaged.")
             parts = parts | {"reduce": shared.reduce}
-        inputs, outputs = (tuple(map(_span, entry[side])) for side in ("inputs", "outputs"))
         reduce = parts.pop("reduce", None)
         if (reduce is None) != (holder is None):
             raise ArtifactError(f"{place} {'lacks' if reduce is None else 'has'} a basis, and {CONFIG} says otherwise.")
-        return SharedBasis(inputs, outputs, reduce, **parts, kv_heads=entry["kv_heads"], head_dim=entry["head_dim"])
+        return SharedBasis(inputs, outputs, reduce, **parts, **heads)
     except (CacheError, UsageError, TypeError, KeyError) as error:
         raise ArtifactError(f"{place} is inconsistent: {error}") from error
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from kvbridge.errors import UsageError
 from kvbridge.geometry import KVGeometry
 
-STATES = ("keys", "values", "residual", "normed_residual")
+KINDS = ("keys", "values")
+STATES = (*KINDS, "residual", "normed_residual")
 # The source's residual stream is not among them: a cache does not hold it.
 VARIABLES = ("source.keys", "source.values", *(f"target.{states}" for states in STATES))
 
@@ -57,7 +58,7 @@ class Span:
 
     def width(self, geometry: KVGeometry) -> int:
         """Numbers in one row, for the geometry of the span's own model."""
-        one = geometry.kv_heads * geometry.head_dim if self.states in ("keys", "values") else geometry.hidden_size
+        one = geometry.kv_heads * geometry.head_dim if self.states in KINDS else geometry.hidden_size
         return len(self.layers) * one
 
     def __str__(self) -> str:
