@@ -77,6 +77,10 @@ class ResidualBranch:
         """Numbers between the two weight matrices, `R`."""
         return self.expand.shape[0]
 
+    def describe(self) -> str:
+        """Activation and rank, for people."""
+        return f"{self.activation}, rank {self.rank}"
+
     @property
     def rows(self) -> OutputRows:
         """Where the outputs stand among the columns of `expand`."""

@@ -23,6 +23,7 @@ from kvbridge.artifact import (
 )
 from kvbridge.errors import ArtifactError, UsageError
 from kvbridge.fingerprint import digest
+from kvbridge.forms import branches_of
 from kvbridge.layout import BridgeMap, pack, unpack
 from kvbridge.pair import ModelPair
 from kvbridge.storage import pack_weights, storage_dtype
@@ -219,7 +220,11 @@ class Bridge:
             options = ", ".join(f"{key}={value}" for key, value in each.mapper.items() if key != "name")
             r2 = [_mean(grid) for grid in each.evidence.get("r2", {}).values()]
             shown = ", ".join(f"{value:.3f}" for value in r2 if value is not None) or "not measured"
-            rows.append(f"| map {name} | {each.mapper.get('name')} ({options}); held-out R² of keys, values: {shown} |")
+            branches = "".join(
+                f" with a {branch.activation} branch of rank {branch.rank}" for branch in branches_of(each.forms)
+            )
+            method = f"{each.mapper.get('name')} ({options}){branches}"
+            rows.append(f"| map {name} | {method}; held-out R² of keys, values: {shown} |")
         return CARD_TEMPLATE.format(
             source=self.pair["source"]["name"],
             target=self.pair["target"]["name"],

@@ -78,7 +78,7 @@ class BridgeMap:
         """Tensors by `{form}.{tensor}`; of a basis that forms share, the first form's alone."""
         tensors: dict[str, Tensor] = {}
         for at, form in enumerate(self.forms):
-            shared = reduce_holder(self.forms, at) != at
+            shared = reduce_holder(self.forms, at) not in (None, at)
             tensors |= {
                 f"{at}.{name}": tensor for name, tensor in form.tensors().items() if not (shared and name == "reduce")
             }
@@ -86,7 +86,7 @@ class BridgeMap:
 
 
 def reduce_holder(forms: tuple[Form, ...], at: int) -> int | None:
-    """The first form whose `reduce` is that of form `at`; `None` where it has none."""
+    """The first form whose basis is that of form `at`; `None` where it has none."""
     form = forms[at]
     if not isinstance(form, SharedBasis) or form.reduce is None:
         return None

@@ -345,7 +345,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "config-unknown-form": (
         lambda f: forge_config(f, lambda c: ridge(c)["forms"][0].update(form="hologram")),
-        r"form 0 of map ridge is 'hologram', expected one of slot_affine, shared_basis, residual_branch\. Upgrade kvbridge",
+        r"form 0 of map ridge is 'hologram', expected one of slot_affine, shared_basis, residual_branch\. Upgrade",
     ),
     "weights-pickle": (
         as_pickle,

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvbridge.bridge import Bridge
-from kvbridge.forms import needed_native_head
+from kvbridge.forms import Form, ResidualBranch, needed_native_head
 from kvbridge.layout import BridgeMap
 from kvbridge.model import KVModel
 from kvbridge.pair import ModelPair
@@ -51,10 +51,14 @@ def _summary(bridge: Bridge, location: str) -> Table:
     return table
 
 
+def _form(form: Form) -> str:
+    return f"{form.name} ({form.describe()})" if isinstance(form, ResidualBranch) else form.name
+
+
 def _map_rows(name: str, each: BridgeMap, layers: int) -> dict[str, str]:
     """What a map is made of, by the names of table rows."""
     options = ", ".join(f"{key}={value}" for key, value in each.mapper.items() if key != "name")
-    made = ", ".join(f"{form.name} → {', '.join(map(str, form.outputs))}" for form in each.forms)
+    made = ", ".join(f"{_form(form)} → {', '.join(map(str, form.outputs))}" for form in each.forms)
     native, per_feature = needed_native_head(each.forms), each.evidence.get("rows_per_feature")
     first = 0 if native is None else native + 1
     # A map that makes a residual stream is for plans that recompute the layers after it.
