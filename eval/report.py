@@ -12,6 +12,7 @@ from typing import Any
 
 import jinja2
 
+from kvbridge.dotted import flatten, trains_branch
 from kvbridge.errors import UsageError
 from kvbridge.eval import figures, probe_figures
 from kvbridge.eval.course_report import length_section, turn_section
@@ -197,12 +198,12 @@ def reproduce(results: dict[str, Any]) -> str:
         groups.remove("calibration")
     elif settings.get("moments"):
         words.append(_word("moments", settings["moments"]))
-        groups.remove("calibration")
+        groups = [name for name in groups if name != "calibration" or trains_branch(settings)]
     if not settings.get("bridge"):
         # A planner may have chosen another map of the bridge than the one that this run fitted.
         mapper = settings["mapper"] if "budget" in settings["plan"] else results["mapper"]
         words.append(f"mapper={mapper['name']}")
-        words += [_word(f"mapper.{name}", value) for name, value in mapper.items() if name != "name"]
+        words += [_word(f"mapper.{name}", value) for name, value in flatten(mapper).items() if name != "name"]
     words += [_word(name, settings[name]) for name in ("map", "storage") if settings.get(name) not in (None, "float32")]
     if "budget" in settings["plan"]:
         words.append("plan=auto")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbridge import __version__
+from kvbridge.dotted import flatten, trains_branch
 from kvbridge.errors import KVBridgeError, UsageError
 from kvbridge.eval.report import load_results, write_report
 from kvbridge.processes import process_state
@@ -97,23 +98,12 @@ def record_failure(folder: Path, settings: dict[str, Any], error: BaseException,
         write_status(folder, "failed", settings, **describe_failure(error, sentence))
 
 
-def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Settings by dotted name."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat
-
-
 def deciding(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings, by dotted name, that a run read and that decide its results."""
     unread = INDIFFERENT
     if settings.get("bridge"):
         unread += ("moments", "mapper.", "calibration.")
-    elif settings.get("moments"):
+    elif settings.get("moments") and not trains_branch(settings):
         unread += ("calibration.",)
     if "budget" not in settings.get("plan", {}):
         unread += ("planner.",)

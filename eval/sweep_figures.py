@@ -21,13 +21,15 @@ COLOURS = ("#2f81f7", "#d98a1f", "#2da36f", "#8b6fd6", "#d1495b", "#7d8590")
 WIDE = 8
 
 
-def _spread(axes: Axes, axis: str, values: Sequence[float]) -> None:
+def spread(axes: Axes, axis: str, values: Sequence[float]) -> None:
+    """Make an axis logarithmic where its values are of very different sizes."""
     if min(values) > 0 and max(values) / min(values) >= WIDE:
         getattr(axes, f"set_{axis}scale")("log")
         logarithmic(getattr(axes, f"{axis}axis"))
 
 
-def _interval(run: Run) -> tuple[float, float]:
+def interval(run: Run) -> tuple[float, float]:
+    """How far the interval of a finished run's KL reaches below and above the mean."""
     found: Any = run.results
     low, high = found["arms"]["mapped"]["kl"]["ci95"]
     return max(run.kl - low, 0.0), max(high - run.kl, 0.0)
@@ -43,8 +45,8 @@ def pareto_figure(runs: Sequence[Run], numbers: Sequence[int]) -> str:
             best = (share, kl) in front
             axes.scatter([100 * share], [kl], s=36, color=ARM_COLOURS["mapped" if best else "no_context"])
             axes.annotate(str(number), (100 * share, kl), xytext=(4, 4), textcoords="offset points", fontsize=9)
-        _spread(axes, "x", [share for share, _ in points])
-        _spread(axes, "y", [kl for _, kl in points])
+        spread(axes, "x", [share for share, _ in points])
+        spread(axes, "y", [kl for _, kl in points])
         axes.set_xlabel("% of the target's prefill FLOPs")
         axes.set_ylabel("KL to native, nats")
         axes.grid(color=INK, alpha=0.12)
@@ -55,14 +57,15 @@ def _number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _text(value: Any) -> str:
+def setting_text(value: Any) -> str:
+    """A value as it can stand in a figure."""
     text = "null" if value is None else str(value)
     # matplotlib would read a pair of dollars as mathematics.
     return (text if len(text) <= 24 else f"…{text[-23:]}").replace("$", r"\$")
 
 
 def _label(group: Sequence[Run], name: str, differing: Sequence[str]) -> str:
-    others = (f"{other.rpartition('.')[2]}={_text(group[0].settings.get(other))}" for other in differing)
+    others = (f"{other.rpartition('.')[2]}={setting_text(group[0].settings.get(other))}" for other in differing)
     return ", ".join(text for other, text in zip(differing, others, strict=True) if other != name)
 
 
@@ -75,7 +78,7 @@ def _places(values: Sequence[Any]) -> tuple[dict[str, float], dict[str, str]]:
     if all(map(_number, values)):
         return {key: float(value) for key, value in known.items()}, {}
     order = sorted(known, key=lambda key: (known[key] is not None, known[key] if _number(known[key]) else math.inf))
-    return {key: float(at) for at, key in enumerate(order)}, {key: _text(known[key]) for key in order}
+    return {key: float(at) for at, key in enumerate(order)}, {key: setting_text(known[key]) for key in order}
 
 
 def sensitivity_figure(runs: Sequence[Run], name: str, differing: Sequence[str]) -> str | None:
@@ -90,14 +93,14 @@ def sensitivity_figure(runs: Sequence[Run], name: str, differing: Sequence[str])
             axes.errorbar(
                 [places[json.dumps(run.settings.get(name))] for run in ordered],
                 [run.kl for run in ordered],
-                yerr=list(zip(*(_interval(run) for run in ordered), strict=True)),
+                yerr=list(zip(*(interval(run) for run in ordered), strict=True)),
                 color=colour, marker="o", markersize=4, linewidth=0 if labels else 1.4, elinewidth=0.8,
                 label=_label(group, name, differing),
             )  # fmt: skip
         if labels:
             axes.set_xticks(range(len(labels)), list(labels.values()))
         else:
-            _spread(axes, "x", list(places.values()))
+            spread(axes, "x", list(places.values()))
         axes.set_xlabel(name)
         axes.set_ylabel("KL to native, nats")
         axes.grid(axis="y", color=INK, alpha=0.12)

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvbridge.errors import UsageError
 from kvbridge.eval.fidelity import METRIC_NAMES
+from kvbridge.eval.rank_figure import RANK, rank_figure
 from kvbridge.eval.report import metric_cell, render
 from kvbridge.eval.sweep import BUDGETS, Run, best_under, differing_settings
 from kvbridge.eval.sweep_figures import pareto_figure, sensitivity_figures
@@ -60,7 +61,7 @@ def sweep_context(runs: Sequence[Run]) -> dict[str, Any]:
     states = {state: sum(run.state == state for run in runs) for state in dict.fromkeys(run.state for run in runs)}
     targets = {run.results["pair"]["target"]["fingerprint"] for run in finished if run.results}
     documents = {tuple(one["id"] for one in run.results["documents"]) for run in finished if run.results}
-    names = short_names(differing)
+    names, rank = short_names(differing), rank_figure(finished, differing)
     return {
         "rows": [_row(numbers[str(run.folder)], run, differing, str(run.folder) in front) for run in runs],
         "settings": [names[name] for name in differing],
@@ -72,7 +73,8 @@ def sweep_context(runs: Sequence[Run]) -> dict[str, Any]:
         "same_documents": len(documents) <= 1,
         "figures": {
             "pareto": pareto_figure(finished, [numbers[str(run.folder)] for run in finished]) if finished else None,
-            "sensitivity": sensitivity_figures(finished, differing),
+            "rank": rank,
+            "sensitivity": sensitivity_figures(finished, [name for name in differing if not rank or name != RANK]),
         },
     }
 

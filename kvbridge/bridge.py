@@ -217,14 +217,12 @@ class Bridge:
     def _card(self) -> str:
         rows = []
         for name, each in self.maps.items():
-            options = ", ".join(f"{key}={value}" for key, value in each.mapper.items() if key != "name")
             r2 = [_mean(grid) for grid in each.evidence.get("r2", {}).values()]
             shown = ", ".join(f"{value:.3f}" for value in r2 if value is not None) or "not measured"
             branches = "".join(
                 f" with a {branch.activation} branch of rank {branch.rank}" for branch in branches_of(each.forms)
             )
-            method = f"{each.mapper.get('name')} ({options}){branches}"
-            rows.append(f"| map {name} | {method}; held-out R² of keys, values: {shown} |")
+            rows.append(f"| map {name} | {each.method()}{branches}; held-out R² of keys, values: {shown} |")
         return CARD_TEMPLATE.format(
             source=self.pair["source"]["name"],
             target=self.pair["target"]["name"],

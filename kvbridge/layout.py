@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvbridge.artifact import CONFIG, WEIGHTS
 from kvbridge.consistency import check_map
+from kvbridge.dotted import flatten
 from kvbridge.errors import ArtifactError, CacheError, UsageError
 from kvbridge.forms import (
     FORMS,
@@ -54,6 +55,11 @@ class BridgeMap:
 
     def __post_init__(self) -> None:
         require_distinct(self.forms)
+
+    def method(self) -> str:
+        """Fitting method and its hyper-parameters, for people."""
+        options = ", ".join(f"{name}={value}" for name, value in flatten(self.mapper).items() if name != "name")
+        return f"{self.mapper.get('name')} ({options})"
 
     def parameters(self) -> int:
         """Numbers in weights and biases."""

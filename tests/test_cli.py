@@ -270,7 +270,7 @@ def test_inspect_says_what_a_bridge_is(kvbridge: Run, finished: tuple[Path, Ran]
     assert f"3 layers, 2 KV heads × 16, RoPE default, fingerprint {identity['source']}" in lines["source"]
     assert f"4 layers, 4 KV heads × 32, RoPE default, fingerprint {identity['target']}" in lines["target"]
     assert "map ridge" in lines["map"]
-    assert "ridge  (k=2, penalty=0.01, scale=absolute, heads=all" in ran.out
+    assert "ridge (k=2, penalty=0.01, scale=absolute, heads=all" in ran.out
     assert "slot_affine → target.keys[0:4], slot_affine → target.values[0:4]" in lines["forms"]
     assert lines["size"].split()[1:] == "0.07 M numbers, 0.13 MFLOP per token".split()
     assert lines["native"].split()[2:] == ["not", "needed"]

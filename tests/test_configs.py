@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, get_args
 
+import cloudpickle
 import pytest
 from hydra import compose, initialize_config_module
 from hydra.errors import ConfigCompositionException
@@ -15,12 +17,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from kvbridge.calibration import CalibrationConfig
 from kvbridge.cli.commands import Settings
+from kvbridge.cli.mapper_schema import separated, with_residual
 from kvbridge.cli.settings import PairConfig, register
+from kvbridge.dotted import flatten
 from kvbridge.errors import KVBridgeError
 from kvbridge.eval import EvalConfig, ProbesConfig
 from kvbridge.eval.candidates import PlannerConfig
 from kvbridge.eval.tracking import WandbConfig
 from kvbridge.mappers import Mapper, Ridge, available
+from kvbridge.mappers.residual_config import ResidualConfig
 from kvbridge.plan import HandoffPlan
 from kvbridge.planner import AutoPlan
 
@@ -102,6 +107,37 @@ def test_every_mapper_is_an_option(name: str) -> None:
     assert settings.plain["mapper"]["name"] == name
 
 
+@pytest.mark.parametrize("name", available())
+def test_every_mapper_has_a_residual_branch_that_it_does_not_know(name: str) -> None:
+    given = ("mapper.residual.kind=gelu", "mapper.residual.rank=32", "mapper.residual.loss=attention")
+    settings = Settings.of(composed(f"mapper={name}", *given))
+    assert settings.residual == ResidualConfig("gelu", 32, "attention")
+    assert settings.mapper == available()[name]()
+    assert type(settings.mapper) is available()[name]
+    assert settings.plain["mapper"]["residual"].items() >= {"kind": "gelu", "rank": 32, "loss": "attention"}.items()
+    bare = Settings.of(composed(f"mapper={name}", "mapper.residual.rank=32"))
+    assert not bare.residual.wanted
+    assert bare.plain["mapper"]["residual"] == {"kind": "none"}
+
+
+def test_a_typo_in_a_residual_branch_is_an_error() -> None:
+    with pytest.raises(ConfigCompositionException, match=r"Could not override 'mapper\.residual\.typo'"):
+        composed("mapper.residual.typo=1")
+    with pytest.raises(KVBridgeError, match=r"^mapper\.residual\.typo is no setting; expected one of kind, rank, loss"):
+        Settings.of(composed("+mapper.residual.typo=1"))
+    for given in ("kind=relu", "loss=l1", "rank=0"):
+        with pytest.raises(KVBridgeError, match=rf"^mapper\.residual\.{given}: expected "):
+            Settings.of(composed(f"mapper.residual.{given}"))
+
+
+@pytest.mark.parametrize("mapper", available().values(), ids=available())
+def test_the_settings_of_a_job_travel_to_other_processes(mapper: type) -> None:
+    schema = with_residual(mapper)
+    config = pickle.loads(cloudpickle.dumps(composed(f"mapper={mapper.name}", "mapper.residual.rank=7")))
+    assert Settings.of(config).residual == ResidualConfig(rank=7)
+    assert separated(schema()) == (mapper(), ResidualConfig())
+
+
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_typo_in_a_group_is_an_error(group: str) -> None:
     with pytest.raises(ConfigCompositionException, match=rf"Could not override '{group}\.typo'"):
@@ -119,7 +155,7 @@ def test_a_typo_at_the_root_is_an_error() -> None:
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_setting_is_explained(group: str) -> None:
-    kinds = available().values() if group == "mapper" else get_args(GROUPS[group]) or [GROUPS[group]]
+    kinds = [*available().values(), ResidualConfig] if group == "mapper" else get_args(GROUPS[group]) or [GROUPS[group]]
     for kind in kinds:
         assert is_dataclass(kind)
         explained = "".join(parent.__doc__ or "" for parent in kind.__mro__)
@@ -156,8 +192,7 @@ def test_every_value_of_a_sweep_composes(name: str) -> None:
     for key, values in params.items():
         for value in str(values).split(","):
             settings = Settings.of(composed(f"experiment={name}", f"{key}={value}"))
-            group, setting = key.split(".")
-            assert str(settings.plain[group][setting]) == str(yaml_value(value))
+            assert str(flatten(settings.plain)[key]) == str(yaml_value(value))
 
 
 def yaml_value(text: str) -> Any:
@@ -165,7 +200,7 @@ def yaml_value(text: str) -> Any:
 
 
 def test_the_experiments_of_the_design_are_there() -> None:
-    assert SWEEPS == ["sweep_calibration", "sweep_k", "sweep_penalty", "sweep_plan", "sweep_text"]
+    assert SWEEPS == ["sweep_calibration", "sweep_k", "sweep_penalty", "sweep_plan", "sweep_residual", "sweep_text"]
 
 
 def test_a_logger_is_chosen() -> None:

@@ -97,6 +97,24 @@ def test_the_command_of_an_evaluation_names_its_bridge(tmp_path: Path) -> None:
     assert "calibration.corpus" not in twin
 
 
+def test_the_command_of_a_trained_branch_names_its_settings_and_text(tmp_path: Path) -> None:
+    found = results()
+    residual = {"kind": "gelu", "rank": 32, "directions": None}
+    found["run"]["settings"] |= {"moments": "runs/moments", "mapper": {"name": "joint", "residual": residual}}
+    found["mapper"] = {"name": "joint", "native_head": None, "residual": residual}
+    command = _write(tmp_path, found)[1].split("## Reproduce")[1]
+    for word in (
+        "mapper=joint",
+        "native_head=null",
+        "residual.kind=gelu",
+        "residual.rank=32",
+        "residual.directions=null",
+    ):
+        assert f"mapper.{word}".replace("mapper.mapper", "mapper") in command
+    assert "moments=runs/moments" in command
+    assert "calibration.corpus=" in command
+
+
 def test_the_command_of_reused_moments_names_them_and_the_fitted_mapper(tmp_path: Path) -> None:
     found = results()
     found["run"]["settings"] |= {"moments": "runs/a b/calibration"}

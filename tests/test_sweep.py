@@ -20,6 +20,7 @@ from kvbridge.bridge import Bridge
 from kvbridge.calibration import CalibrationConfig, calibrate_once, moments_folder, sums
 from kvbridge.cli.jobs import Sweep, safe_name
 from kvbridge.errors import UsageError
+from kvbridge.eval.rank_figure import RANK, rank_figure, rank_lines
 from kvbridge.eval.status import deciding, is_alive, is_finished, read_status, recorded, write_status
 from kvbridge.eval.sweep import best_under, differing_settings, find_runs, series
 from kvbridge.eval.sweep_figures import _places
@@ -291,6 +292,9 @@ def test_settings_that_a_run_did_not_read_do_not_decide() -> None:
     assert set(deciding(plain)) == {"mapper.k", "calibration.tokens", "moments", "bridge", "plan.sinks"}
     assert set(deciding(plain | {"moments": "m"})) == {"mapper.k", "moments", "bridge", "plan.sinks"}
     assert set(deciding(plain | {"bridge": "b"})) == {"bridge", "plan.sinks"}
+    # A branch is trained on text that the calibration's settings choose.
+    branch = plain | {"moments": "m", "mapper": {"residual": {"kind": "gelu"}}}
+    assert set(deciding(branch)) == {"mapper.residual.kind", "calibration.tokens", "moments", "bridge", "plan.sinks"}
 
 
 # The page over all runs
@@ -322,6 +326,49 @@ def swept(tmp_path: Path) -> Path:
     jobs = ["mapper.k=1", "mapper.k=2", "mapper.k=4", "mapper.k=8", "mapper.k=16"]
     (folder / "sweep.json").write_text(json.dumps({"jobs": jobs}))
     return folder
+
+
+@pytest.fixture
+def ranked(tmp_path: Path) -> Path:
+    """Three kinds and losses of branches at two or three ranks, one at a single rank, and the frozen map."""
+    folder = tmp_path / "ranks"
+    write_run(folder / "frozen", 0.5, 0.10, mapper__residual={"kind": "none"})
+    measured = {("gelu", "kl"): (0.4, 0.3, 0.25), ("linear", "kl"): (0.45, 0.42), ("gelu", "mse"): (0.49,)}
+    for (kind, loss), kls in measured.items():
+        for rank, kl in zip((128, 32, 512), sorted(kls, reverse=True), strict=False):
+            residual = {"kind": kind, "rank": rank, "loss": loss}
+            write_run(folder / f"{kind}-{loss}-{rank}", kl, 0.11, mapper__residual=residual)
+    return folder
+
+
+def test_a_curve_over_ranks_for_each_kind_and_loss(ranked: Path) -> None:
+    runs = find_runs([ranked])
+    lines = rank_lines(runs, differing_settings(runs))
+    assert {label: [run.settings[RANK] for run in line] for label, line in lines.items()} == {
+        "gelu, kl": [32, 128, 512],
+        "linear, kl": [32, 128],
+    }
+    page, _ = write_sweep_report(ranked, runs)
+    text = page.read_text()
+    assert text.count("KL against the rank of the trained branch") == 1
+    assert "KL against mapper.residual.rank," not in text
+    shown = re.sub(r"\s+", " ", text)
+    for label in ("<!-- gelu, kl -->", "<!-- linear, kl -->", "<!-- frozen map -->"):
+        assert label in shown
+    one = [run for run in runs if run.settings.get(RANK) in (None, 32)]
+    assert rank_figure(one, differing_settings(one)) is None
+
+
+def test_a_curve_over_ranks_names_what_else_differs(ranked: Path) -> None:
+    for rank in (32, 128):
+        residual = {"kind": "gelu", "rank": rank, "loss": "kl"}
+        write_run(ranked / f"tail-{rank}", 0.2, 0.12, mapper__residual=residual, plan__native_tail=64)
+    write_run(ranked / "frozen-tail", 0.3, 0.12, mapper__residual={"kind": "none"}, plan__native_tail=64)
+    runs = find_runs([ranked])
+    lines = rank_lines(runs, differing_settings(runs))
+    assert [len(line) for line in lines.values()] == [3, 2, 2]
+    assert "gelu, kl, native_tail=64" in lines
+    assert rank_figure(runs, differing_settings(runs)) is not None
 
 
 def test_all_runs_are_found_as_what_they_are(swept: Path) -> None:

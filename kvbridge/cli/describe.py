@@ -57,7 +57,6 @@ def _form(form: Form) -> str:
 
 def _map_rows(name: str, each: BridgeMap, layers: int) -> dict[str, str]:
     """What a map is made of, by the names of table rows."""
-    options = ", ".join(f"{key}={value}" for key, value in each.mapper.items() if key != "name")
     made = ", ".join(f"{_form(form)} → {', '.join(map(str, form.outputs))}" for form in each.forms)
     native, per_feature = needed_native_head(each.forms), each.evidence.get("rows_per_feature")
     first = 0 if native is None else native + 1
@@ -66,7 +65,7 @@ def _map_rows(name: str, each: BridgeMap, layers: int) -> dict[str, str]:
     layers = max(streams, default=layers)
     few = " (fewer than 10: do not trust it)" if per_feature and per_feature < 10 else ""
     return {
-        f"map {name}": f"{each.mapper['name']}  ({options})",
+        f"map {name}": each.method(),
         "  forms": made,
         "  size": f"{each.parameters() / 1e6:.2f} M numbers, "
         f"{each.flops_per_token(range(first, layers)) / 1e6:.2f} MFLOP per token",

@@ -8,9 +8,13 @@ from typing import Any
 
 from kvbridge.artifact import CONFIG
 from kvbridge.bridge import Bridge
+from kvbridge.cli.mapper_schema import RESIDUAL
+from kvbridge.cli.planning import provisional
 from kvbridge.cli.settings import Settings
 from kvbridge.errors import UsageError
 from kvbridge.fingerprint import digest
+from kvbridge.folding import fold_if_not_dearer
+from kvbridge.forms import Form
 from kvbridge.layout import BridgeMap
 from kvbridge.pair import ModelPair
 
@@ -33,7 +37,11 @@ def fit_map(settings: Settings, pair: ModelPair, moments: Any) -> Bridge:
         _require_same(former, empty, folder)
     fitted = settings.mapper.fit(moments, pair.source.geometry, pair.target.geometry)
     mapper = {"name": settings.mapper.name} | dataclasses.asdict(settings.mapper)
-    bridge = (former or empty).with_map(name, BridgeMap(fitted.forms, mapper, fitted.evidence()))
+    forms: tuple[Form, ...] = fitted.forms
+    if settings.residual.wanted:
+        mapper[RESIDUAL] = dataclasses.asdict(settings.residual)
+        forms = _with_branch(settings, pair, forms, moments)
+    bridge = (former or empty).with_map(name, BridgeMap(forms, mapper, fitted.evidence()))
     bridge.save_pretrained(folder, dtype=settings.storage)
     stored = Bridge.from_pretrained(folder, pair=pair)
     if former is None or _same_maps(former, stored, {point["map"] for point in stored.points}):
@@ -42,6 +50,15 @@ def fit_map(settings: Settings, pair: ModelPair, moments: Any) -> Bridge:
     bare = dataclasses.replace(stored, points=[])
     bare.save_points(folder)
     return bare
+
+
+def _with_branch(settings: Settings, pair: ModelPair, forms: tuple[Form, ...], moments: Any) -> tuple[Form, ...]:
+    """A fitted map with the branch that the settings ask for, folded into it where that costs nothing."""
+    from kvbridge.mappers.residual import train_residual
+
+    plan, folder = provisional(settings), settings.out / RESIDUAL
+    branch = train_residual(pair, forms, moments, settings.calibration, settings.residual, folder, plan)
+    return fold_if_not_dearer((*forms, branch), pair.source.geometry, pair.target.geometry)
 
 
 def _calibration(moments: Any) -> dict[str, Any]:

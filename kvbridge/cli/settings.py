@@ -11,6 +11,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from kvbridge.cli.mapper_schema import RESIDUAL, separated, with_residual
 from kvbridge.errors import UsageError
 from kvbridge.layout import MAP_NAME
 from kvbridge.pair import EMBEDDED, ModelPair, PairLoader, open_pair
@@ -86,6 +87,7 @@ class Settings:
 
     pair: PairConfig
     mapper: Any
+    residual: Any
     plan: HandoffPlan | AutoPlan
     planner: Any
     calibration: Any
@@ -112,7 +114,11 @@ class Settings:
             raise UsageError("out is empty: give the folder of the run, out=DIR.")
         groups: dict[str, Any] = {name: OmegaConf.to_object(config[name]) for name in names}
         plain: Any = OmegaConf.to_container(config, resolve=True)
+        groups["mapper"], groups[RESIDUAL] = separated(groups["mapper"])
         plain["mapper"] = {"name": groups["mapper"].name} | plain["mapper"]
+        if not groups[RESIDUAL].wanted:
+            # How a branch would have been trained decides nothing where there is none.
+            plain["mapper"][RESIDUAL] = {"kind": groups[RESIDUAL].kind}
         _check_text(groups)
         folders: dict[str, Any] = {
             name: Path(config[name]).expanduser() if config[name] else None for name in ("moments", "moments_store")
@@ -222,4 +228,4 @@ def register() -> None:
     store.store(group="plan", name="auto_schema", node=_editable(AutoPlan))
     store.store(group="logger", name="wandb_schema", node=_editable(WandbConfig))
     for name, mapper in available().items():
-        store.store(group="mapper", name=name, node=_editable(mapper))
+        store.store(group="mapper", name=name, node=_editable(with_residual(mapper)))
