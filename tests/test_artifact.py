@@ -29,10 +29,12 @@ from kvbridge.errors import ArtifactError
 from kvbridge.forms import KINDS
 from kvbridge.pair import ModelPair
 from tiny_bridge import (
+    JSON,
     forge,
     forge_config,
     forge_header,
     join_weights,
+    load_or_refuse,
     random_bridge,
     same_bridge,
     seal,
@@ -496,16 +498,6 @@ def test_refuses_tensors_that_make_no_map_of_this_pair(lie: str, folder: Path) -
 # Properties
 
 
-def load_or_refuse(folder: Path) -> Bridge | None:
-    """The bridge, or nothing if it was refused as it should be; any other error fails the test."""
-    try:
-        return Bridge.from_pretrained(folder)
-    except ArtifactError as error:
-        if "\n" in str(error):
-            pytest.fail(f"more than one line: {error}")
-        return None
-
-
 @FUZZ
 @given(name=st.sampled_from(SUMMED), data=st.data())
 def test_a_flipped_bit_is_always_noticed(name: str, data: st.DataObject, saved: Path, scratch: Path) -> None:
@@ -546,13 +538,6 @@ def test_a_changed_header_changes_nothing_or_is_refused(data: st.DataObject, sav
     seal(scratch)
     loaded = load_or_refuse(scratch)
     assert loaded is None or same_bridge(loaded, bridge())
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    max_leaves=6,
-)
 
 
 @FUZZ

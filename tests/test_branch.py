@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import jaxtyping
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from kvbridge.assembly import hand_off
@@ -17,7 +20,7 @@ from kvbridge.bridge import Bridge
 from kvbridge.cli.describe import print_bridge
 from kvbridge.errors import ArtifactError, CacheError
 from kvbridge.folding import fold, fold_if_not_dearer
-from kvbridge.forms import Form, ResidualBranch, SharedBasis, flops_per_token
+from kvbridge.forms import FORMS, Form, ResidualBranch, SharedBasis, flops_per_token
 from kvbridge.kernels import FormMap
 from kvbridge.kernels.reference import residual_branch, rows_of
 from kvbridge.layout import BridgeMap
@@ -25,11 +28,13 @@ from kvbridge.plan import HandoffPlan
 from kvbridge.states import ContentStates
 from kvbridge.variables import Span
 from tiny_branch import BATCH, JOINT, NATIVE, REST, TOKENS, make_basis, make_branch, make_states, pair, row, width
-from tiny_bridge import forge_config, random_form, same_bridge
+from tiny_bridge import JSON, forge_config, load_or_refuse, random_form, same_bridge
 from tiny_models import kv_model, random_ids, relative_error
 
 STREAM = Span("target.residual", 3, 4)
 ALL = (Span("target.keys", 0, 4), Span("target.values", 0, 4))
+OPTIONS = ("inputs", "outputs", "activation", "kv_heads", "head_dim")
+SPANS = st.lists(st.sampled_from(("source.keys[0:3]", "source.values[0:3]", "target.keys[0:4]", "target.values[0:4]")))
 activations = pytest.mark.parametrize("activation", ACTIVATIONS)
 
 
@@ -364,3 +369,27 @@ def test_a_bridge_refuses_a_branch_that_its_config_does_not_describe(
     with pytest.raises(ArtifactError, match=sentence) as caught:
         Bridge.from_pretrained(tmp_path / "bridge")
     assert "\n" not in str(caught.value)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    name=st.sampled_from(("form", *OPTIONS)),
+    value=JSON | SPANS | st.sampled_from((*ACTIVATIONS, *FORMS, 1, 2, 4, 32)),
+    storage=st.sampled_from(("float32", "int8")),
+)
+def test_whatever_a_config_says_of_a_branch_is_refused_or_changes_no_number(
+    name: str, value: Any, storage: str
+) -> None:
+    branch = make_branch(JOINT, ALL)
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+        bridge_of(*frozen_on("slots"), branch).save_pretrained(Path(folder) / "bridge", dtype=storage)
+        stored = load_or_refuse(Path(folder) / "bridge")
+        assert stored is not None
+        forge_config(Path(folder) / "bridge", lambda config: config["maps"]["low"]["forms"][2].update({name: value}))
+        loaded = load_or_refuse(Path(folder) / "bridge")
+        if loaded is not None:
+            found, wanted = (each.map().forms[2].tensors() for each in (loaded, stored))
+            assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+            # A span may stand for another of the same width, and linear for GELU.
+            assert value == branch.options().get(name) or name in ("inputs", "outputs", "activation")

@@ -9,13 +9,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from hypothesis import strategies as st
 
 from kvbridge.artifact import CONFIG, SUMMED, SUMS, WEIGHTS
 from kvbridge.bridge import Bridge
+from kvbridge.errors import ArtifactError
 from kvbridge.forms import KINDS, Form, SlotAffine, input_slot
 from kvbridge.layout import BridgeMap, pack
 from kvbridge.pair import ModelPair
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
 
 
 def random_form(kind: str, pair: ModelPair, layers: tuple[int, ...] = (0, 2)) -> SlotAffine:
@@ -111,3 +120,13 @@ def forge_header(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
         return join_weights(json.dumps(header).encode(), numbers)
 
     forge(folder, WEIGHTS, edit)
+
+
+def load_or_refuse(folder: Path) -> Bridge | None:
+    """The bridge, or nothing if it was refused as it should be; any other error fails the test."""
+    try:
+        return Bridge.from_pretrained(folder)
+    except ArtifactError as error:
+        if "\n" in str(error):
+            pytest.fail(f"more than one line: {error}")
+        return None

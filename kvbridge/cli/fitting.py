@@ -58,6 +58,9 @@ def _with_branch(settings: Settings, pair: ModelPair, forms: tuple[Form, ...], m
 
     plan, folder = provisional(settings), settings.out / RESIDUAL
     branch = train_residual(pair, forms, moments, settings.calibration, settings.residual, folder, plan)
+    if branch is None or not (branch.expand.any() or branch.bias.any()):
+        print("residual: training found nothing that beats the map alone; no branch is added")
+        return forms
     return fold_if_not_dearer((*forms, branch), pair.source.geometry, pair.target.geometry)
 
 

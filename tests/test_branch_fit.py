@@ -1,0 +1,104 @@
+"""Where a fit trains a residual branch: what it is given, what is stored, and when nothing is added."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+
+from kvbridge.bridge import Bridge
+from kvbridge.cli.fitting import fit_map
+from kvbridge.cli.settings import Settings, register
+from kvbridge.forms import ResidualBranch
+from kvbridge.mappers import FittedMap
+from kvbridge.mappers.residual_config import ResidualConfig
+from kvbridge.variables import Span
+from tiny_branch import JOINT, make_basis, make_branch, pair
+
+ALL = (Span("target.keys", 0, 4), Span("target.values", 0, 4))
+NO_MOMENTS = SimpleNamespace(
+    info={"identity": {}}, sets={("fit", part): SimpleNamespace(rows=1) for part in ("rest", "first")}
+)
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A mapper that knows its map."""
+
+    name: ClassVar[str] = "fixed"
+    seed: int = 3
+
+    def fit(self, *_: Any) -> FittedMap:
+        torch.manual_seed(self.seed)
+        return FittedMap((make_basis(JOINT, ALL, None),), {})
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    register()
+    with initialize_config_module("kvbridge.configs", version_base="1.3"):
+        composed = Settings.of(compose("config", ["plan.native_tail=8"]))
+    return replace(composed, mapper=Fixed(), out=tmp_path / "run")
+
+
+def fitted(
+    settings: Settings, branch: ResidualBranch | None, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Bridge, list[Any]]:
+    """The bridge of a fit whose training gives this branch, and what the training was given."""
+    given: list[Any] = []
+
+    def train_residual(*arguments: Any) -> ResidualBranch | None:
+        given.extend(arguments)
+        return branch
+
+    monkeypatch.setitem(sys.modules, "kvbridge.mappers.residual", SimpleNamespace(train_residual=train_residual))
+    return fit_map(settings, pair(), NO_MOMENTS), given
+
+
+def names(bridge: Bridge) -> list[str]:
+    return [form.name for form in bridge.map().forms]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("linear", ["shared_basis"]), ("gelu", ["shared_basis", "residual_branch"])]
+)
+def test_a_fit_adds_the_branch_that_was_trained(
+    kind: str, expected: list[str], settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ResidualConfig(kind, rank=3)
+    branch = make_branch(JOINT, ALL, kind, 3)
+    bridge, given = fitted(replace(settings, residual=config), branch, monkeypatch)
+    assert names(bridge) == expected
+    assert bridge.map().mapper["seed"] == 3
+    assert bridge.map().mapper["residual"].items() >= {"kind": kind, "rank": 3, "loss": "kl"}.items()
+    source, forms, moments, calibration, residual, folder, plan = given
+    assert source is pair()
+    assert [form.name for form in forms] == ["shared_basis"]
+    assert moments is NO_MOMENTS
+    assert (calibration, residual, plan) == (settings.calibration, config, settings.plan)
+    assert folder == settings.out / "residual"
+
+
+@pytest.mark.parametrize("trained", ["nothing", "zeros"])
+def test_a_branch_that_adds_nothing_is_left_out(
+    trained: str, settings: Settings, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    branch = make_branch(JOINT, ALL, "gelu", 3)
+    zeros = replace(branch, expand=torch.zeros_like(branch.expand), bias=torch.zeros_like(branch.bias))
+    wanted = replace(settings, residual=ResidualConfig("gelu"))
+    bridge, _ = fitted(wanted, zeros if trained == "zeros" else None, monkeypatch)
+    assert names(bridge) == ["shared_basis"]
+    assert "training found nothing that beats the map alone" in capsys.readouterr().out
+
+
+def test_without_a_kind_nothing_is_trained(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    bridge, given = fitted(settings, None, monkeypatch)
+    assert given == []
+    assert "residual" not in bridge.map().mapper
+    assert names(bridge) == ["shared_basis"]
