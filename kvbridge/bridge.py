@@ -24,7 +24,7 @@ from kvbridge.artifact import (
 from kvbridge.errors import ArtifactError, UsageError
 from kvbridge.fingerprint import digest
 from kvbridge.forms import branches_of
-from kvbridge.layout import BridgeMap, pack, unpack
+from kvbridge.layout import BridgeMap, exact_tensors, pack, unpack
 from kvbridge.pair import ModelPair
 from kvbridge.storage import pack_weights, storage_dtype
 from kvbridge.structure import require_points
@@ -124,7 +124,7 @@ class Bridge:
         Args:
             folder: where; a bridge that is there is replaced.
             dtype: of the stored weights, as a dtype or by name; `int8` keeps scales of inputs and outputs and is loaded
-                as fp32. Biases and scales stay in fp32.
+                as fp32. Biases, scales and what residual branches read with stay in fp32.
 
         Raises:
             ArtifactError: the folder holds something else, a weight is not finite, or a point is of no map.
@@ -133,7 +133,7 @@ class Bridge:
         stored = storage_dtype(dtype)
         whole = stored == torch.int8
         described, tensors = pack({n: each if whole else each.to(dtype=stored) for n, each in self.maps.items()})
-        tensors = pack_weights(tensors) if whole else tensors
+        tensors = pack_weights(tensors, exact_tensors(self.maps)) if whole else tensors
         layers = self.pair["target"]["geometry"]["layers"]
         require_points(self.points, list(self.maps), layers, "this bridge")
         config = {

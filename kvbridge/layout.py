@@ -116,6 +116,16 @@ def pack(maps: dict[str, BridgeMap]) -> tuple[dict[str, Any], dict[str, Tensor]]
     return described, tensors
 
 
+def exact_tensors(maps: dict[str, BridgeMap]) -> set[str]:
+    """Names of the weights that every storage keeps in fp32: those with which residual branches read."""
+    return {
+        f"{name}/{at}.reduce"
+        for name, each in maps.items()
+        for at, form in enumerate(each.forms)
+        if isinstance(form, ResidualBranch)
+    }
+
+
 def _reduce_entry(forms: tuple[Form, ...], at: int) -> dict[str, int]:
     holder = reduce_holder(forms, at)
     return {} if holder is None else {"reduce": holder}

@@ -2,10 +2,13 @@
 
 `w ≈ octave · scale · q` with whole `q` from −127 to 127. The octave of an input coordinate is the power of two next to
 its largest weight, so that the weights of an input of small spread, which are large, do not drown the others; `scale`
-of an output coordinate is `max |w / octave| / 127` over its inputs. Both, biases and slot tables stay in fp32.
+of an output coordinate is `max |w / octave| / 127` over its inputs. Both, biases and slot tables stay in fp32,
+and so does the first matrix of a residual branch, in which large weights cancel.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from jaxtyping import Float, Int8
@@ -60,8 +63,12 @@ def dequantise(whole: Int8[Tensor, "..."], scale: Float[Tensor, "..."], axes: tu
     return whole.float() * scale
 
 
-def pack_weights(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def pack_weights(tensors: dict[str, Tensor], exact: Iterable[str] = ()) -> dict[str, Tensor]:
     """Form tensors (named `….weight` and so on) with weights as whole numbers and scales beside them.
+
+    Args:
+        tensors: by name.
+        exact: names of those that stay as they are.
 
     Raises:
         ArtifactError: a weight is not finite.
@@ -69,7 +76,7 @@ def pack_weights(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     packed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         axes = INPUT_AXES.get(name.rsplit(".", 1)[-1])
-        if axes is None:
+        if axes is None or name in exact:
             packed[name] = tensor
             continue
         if not torch.isfinite(tensor).all():

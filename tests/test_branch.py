@@ -95,7 +95,8 @@ def test_sums_in_fp32_whatever_it_is_given(activation: str) -> None:
     rows = rows_of(JOINT, make_states("source"), None)
     for dtype in (torch.bfloat16, torch.float16):
         half = branch.to(dtype=dtype)
-        assert (half.reduce.dtype, half.expand.dtype) == (dtype, dtype)
+        assert half.expand.dtype == dtype
+        assert torch.equal(half.reduce, branch.reduce)
         assert torch.equal(half.offset, branch.offset)
         assert torch.equal(half.bias, branch.bias)
         made = torch.cat([*residual_branch(half, rows.to(dtype), range(4)).values()], dim=-1)
@@ -332,6 +333,29 @@ def test_a_bridge_keeps_a_branch(storage: str, activation: str, tmp_path: Path) 
     made, wanted = (FormMap(each.map().forms).apply(states, range(4)) for each in (loaded, given))
     limit = {"float32": 0, "bfloat16": 5e-3, "int8": 2e-2}[storage]
     assert relative_error(made.keys, wanted.keys) <= limit
+
+
+@activations
+@pytest.mark.parametrize("storage", ["bfloat16", "int8"])
+def test_no_storage_spoils_a_branch_whose_inputs_were_whitened(storage: str, activation: str, tmp_path: Path) -> None:
+    """Inputs that are almost a few directions: whitened weights are large and cancel."""
+    p, rank = width(JOINT), 8
+    axes = torch.linalg.qr(torch.randn(p, p)).Q
+    spread = torch.logspace(0, -3.5, p)
+    branch = make_branch(JOINT, ALL, activation, rank)
+    whitened = axes / spread @ torch.randn(p, branch.reduce.shape[1]) / p**0.5
+    branch = replace(branch, reduce=whitened)
+    bridge_of(*frozen_on("slots"), branch).save_pretrained(tmp_path / "bridge", dtype=storage)
+    stored = Bridge.from_pretrained(tmp_path / "bridge").map().forms[2]
+    assert isinstance(stored, ResidualBranch)
+    assert torch.equal(stored.reduce, branch.reduce)
+    rows = torch.randn(1, 64, p) * spread @ axes.T
+    wanted, kept, shortened = (
+        torch.cat([*residual_branch(form, rows, range(4)).values()], dim=-1)
+        for form in (branch, stored, replace(stored, reduce=whitened.to(torch.bfloat16).float()))
+    )
+    assert relative_error(kept, wanted) < 0.02
+    assert relative_error(shortened, wanted) > 0.1
 
 
 def test_a_bridge_shows_its_branch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, get_args
 
-import cloudpickle
 import pytest
 from hydra import compose, initialize_config_module
 from hydra.errors import ConfigCompositionException
@@ -131,9 +130,9 @@ def test_a_typo_in_a_residual_branch_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("mapper", available().values(), ids=available())
-def test_the_settings_of_a_job_travel_to_other_processes(mapper: type) -> None:
+def test_the_settings_of_a_job_travel_to_other_processes(mapper: Any) -> None:
     schema = with_residual(mapper)
-    config = pickle.loads(cloudpickle.dumps(composed(f"mapper={mapper.name}", "mapper.residual.rank=7")))
+    config = pickle.loads(pickle.dumps(composed(f"mapper={mapper.name}", "mapper.residual.rank=7")))
     assert Settings.of(config).residual == ResidualConfig(rank=7)
     assert separated(schema()) == (mapper(), ResidualConfig())
 

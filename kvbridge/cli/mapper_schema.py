@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 RESIDUAL = "residual"
+SUFFIX = "WithResidual"
 
 
 @cache
@@ -15,7 +16,18 @@ def with_residual(mapper: type[Any]) -> type[Any]:
     from kvbridge.mappers.residual_config import ResidualConfig
 
     added = (RESIDUAL, ResidualConfig, field(default_factory=ResidualConfig))
-    return make_dataclass(mapper.__name__, [added], bases=(mapper,), frozen=True, namespace={"__doc__": mapper.__doc__})
+    named = {"__doc__": mapper.__doc__, "__module__": __name__}
+    return make_dataclass(mapper.__name__ + SUFFIX, [added], bases=(mapper,), frozen=True, namespace=named)
+
+
+def __getattr__(name: str) -> Any:
+    """The schema called `name`, which settings that travel to another process are known by there."""
+    from kvbridge.mappers import available
+
+    for mapper in available().values():
+        if name == mapper.__name__ + SUFFIX:
+            return with_residual(mapper)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def separated(given: Any) -> tuple[Any, Any]:
