@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvbridge import compat
-from kvbridge.assembly import Handoff, assemble, hand_off, map_states, timed
+from kvbridge.assembly import Handoff, assemble, hand_off, timed
+from kvbridge.carried import map_states
 from kvbridge.eval.documents import Document
 from kvbridge.flops import CostedMap, ModelCost, affordable_tail
 from kvbridge.forms import KINDS, Map

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float
@@ -11,22 +11,13 @@ from torch import Tensor
 
 from kvbridge.bridge import Bridge
 from kvbridge.errors import CacheError
-from kvbridge.forms import (
-    KINDS,
-    Form,
-    ResidualBranch,
-    SharedBasis,
-    SlotAffine,
-    branches_of,
-    flops_per_token,
-    frozen_forms,
-    needed_native_head,
-    require_distinct,
-)
-from kvbridge.kernels.reference import basis_rows, branch_rows, expanded_rows, input_slots, rows_of, slot_affine
+from kvbridge.forms import KINDS, Form, flops_per_token, frozen_forms, needed_native_head, require_distinct
+from kvbridge.kernels.capability import product_dtype
+from kvbridge.kernels.packed import PackedMap, pack
+from kvbridge.kernels.writing import Source, Writing
 from kvbridge.plan import HandoffPlan
+from kvbridge.rotary import RotaryCodec
 from kvbridge.states import ContentStates
-from kvbridge.variables import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +32,7 @@ class FormMap:
     """
 
     forms: tuple[Form, ...]
+    _packed: dict[torch.dtype, PackedMap] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         require_distinct(self.forms)
@@ -91,11 +83,11 @@ class FormMap:
                 f"{boundary}, which the map does not make; give plan.tail_recompute={made or 0}, or another map."
             )
 
-    def apply(self, source: ContentStates, layers: range, native: ContentStates | None = None) -> ContentStates:
-        """Target content states of the target `layers`, at the positions of `source`.
+    def apply(self, source: Source, layers: range, native: ContentStates | None = None) -> ContentStates:
+        """Target content states of the target `layers`, at the positions of `source`, in fp32 throughout.
 
         Args:
-            source: content states of all layers of the source.
+            source: states of all layers of the source.
             layers: the target layers wanted.
             native: what the target has computed itself at the same positions.
 
@@ -105,15 +97,67 @@ class FormMap:
         Raises:
             CacheError: the forms read what the states do not have, or make no states of some layer.
         """
+        heads, width = self._pack(torch.float32).shape
+        first = source.keys[0]
+        made = first.new_empty((2, len(layers), len(first), heads, source.tokens, width), dtype=torch.float32)
+        writing = self._writing(source, layers, made, None, native)
+        for layer in layers:
+            writing.write(layer)
+        return ContentStates(made[0], made[1], source.positions, writing.residual())
+
+    def write(
+        self,
+        source: Source,
+        layers: range,
+        destination: Float[Tensor, "2 L B H T D"],
+        rotary: RotaryCodec,
+        native: ContentStates | None = None,
+    ) -> dict[int, Float[Tensor, "B T E"]]:
+        """Map into the target's cache, as `WritingMap.write` says, multiplying in what `product_dtype` says."""
+        writing = self._writing(source, layers, destination, rotary, native)
+        for layer in layers:
+            writing.write(layer)
+        writing.require_finite()
+        return writing.residual()
+
+    def write_layers(
+        self,
+        source: Source,
+        layers: range,
+        destination: Float[Tensor, "2 L B H T D"],
+        rotary: RotaryCodec,
+        native: ContentStates | None = None,
+    ) -> Iterator[int]:
+        """The same layer by layer: the number of each target layer once its keys and values are there."""
+        writing = self._writing(source, layers, destination, rotary, native)
+        for layer in layers:
+            writing.write(layer)
+            writing.require_finite()
+            yield layer
+
+    def _writing(
+        self,
+        source: Source,
+        layers: range,
+        destination: Float[Tensor, "2 L B H T D"],
+        rotary: RotaryCodec | None,
+        native: ContentStates | None,
+    ) -> Writing:
         self._require_layers(layers)
-        executing = _Execution(source, layers, native)
-        for form in frozen_forms(self.forms):
-            executing.slots(form) if isinstance(form, SlotAffine) else executing.basis(form)
-        for branch in branches_of(self.forms):
-            executing.branch(branch)
-        keys, values = (torch.stack([executing.made[kind, layer] for layer in layers]) for kind in KINDS)
-        streams = {layer: rows for (states, layer), rows in executing.made.items() if states == "residual"}
-        return ContentStates(keys, values, source.positions, streams)
+        packed = self._pack(product_dtype(destination.dtype, destination.device))
+        heads, width = packed.shape
+        made = (2, len(layers), len(source.keys[0]), heads, source.tokens, width)
+        if destination.shape != made:
+            raise CacheError(
+                f"the map makes states of shape {made} for layers {layers.start} … {layers.stop - 1}, and the target's "
+                f"cache has room for {tuple(destination.shape)}. The bridge belongs to another target."
+            )
+        return Writing(packed, source, layers, destination, rotary, native)
+
+    def _pack(self, dtype: torch.dtype) -> PackedMap:
+        if dtype not in self._packed:
+            self._packed[dtype] = pack(self.forms, dtype)
+        return self._packed[dtype]
 
     def flops_per_token(self, layers: range) -> int:
         """Operations that mapping one token into the target `layers` takes; a basis that forms share counts once."""
@@ -128,58 +172,3 @@ class FormMap:
                     f"the map makes no {kind} of target layers {', '.join(missing)}, which the plan maps; give a plan "
                     "whose native head and tail recompute cover them, or another map."
                 )
-
-
-class _Execution:
-    """One application of forms: what they read, gathered once, and what they have made so far."""
-
-    def __init__(self, source: ContentStates, layers: range, native: ContentStates | None) -> None:
-        self.source, self.layers, self.native = source, layers, native
-        # Keys and values of a layer are [B, H, T, D], a residual stream [B, T, E].
-        self.made: dict[tuple[str, int], Tensor] = {}
-        self._slots: Float[Tensor, "slots B T D_s"] | None = None
-        self._rows: dict[tuple[Span, ...], Float[Tensor, "B T p"]] = {}
-        self._bases: dict[tuple[int, tuple[Span, ...]], Float[Tensor, "B T R"]] = {}
-
-    def slots(self, form: SlotAffine) -> None:
-        slots = self._slots if self._slots is not None else input_slots(self.source)
-        self._slots = slots
-        needed = int(form.slots.max()) + 1
-        if needed > slots.shape[0] or form.weight.shape[3] != slots.shape[-1]:
-            raise CacheError(
-                f"the map reads {needed} input slots of width {form.weight.shape[3]}; the source states have "
-                f"{slots.shape[0]} of width {slots.shape[-1]}. The bridge belongs to another source."
-            )
-        for layer, states in zip(self.layers, slot_affine(form, slots, self.layers), strict=True):
-            self.made[form.kind, layer] = states
-
-    def basis(self, form: SharedBasis) -> None:
-        if not form.columns(self.layers):
-            return
-        basis = id(form.reduce), form.inputs
-        if basis not in self._bases:
-            self._bases[basis] = basis_rows(form, self._read(form.inputs))
-        self.made.update(self._states(form, self._bases[basis]))
-
-    def branch(self, form: ResidualBranch) -> None:
-        if not form.columns(self.layers):
-            return
-        for place, states in self._states(form, branch_rows(form, self._read(form.inputs))):
-            self.made[place] = self.made[place] + states
-
-    def _read(self, inputs: tuple[Span, ...]) -> Float[Tensor, "B T p"]:
-        if inputs not in self._rows:
-            self._rows[inputs] = rows_of(inputs, self.source, self.native)
-        return self._rows[inputs]
-
-    def _states(
-        self, form: SharedBasis | ResidualBranch, basis: Float[Tensor, "B T R"]
-    ) -> Iterator[tuple[tuple[str, int], Tensor]]:
-        """What a form expands to, layer by layer, by the place where it belongs."""
-        for span, rows in expanded_rows(form, basis, self.layers).items():
-            if span.states == "residual":
-                yield (span.states, span.start), rows
-                continue
-            heads = rows.unflatten(-1, (len(span.layers), form.kv_heads, form.head_dim))  # [B, T, L, H, D]
-            for layer, states in zip(span.layers, heads.permute(2, 0, 3, 1, 4), strict=True):
-                yield (span.states, layer), states

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 from jaxtyping import Float
@@ -10,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import gelu
 
 from kvbridge.errors import CacheError
-from kvbridge.forms import ResidualBranch, SharedBasis, SlotAffine
-from kvbridge.states import ContentStates, normed
+from kvbridge.forms import KINDS, Form, ResidualBranch, SharedBasis, SlotAffine, branches_of, frozen_forms
+from kvbridge.states import CachedStates, ContentStates, normed
 from kvbridge.variables import Span
 
 
@@ -38,24 +39,33 @@ def slot_affine(
 def _native_layers(native: ContentStates | None) -> str:
     if native is None:
         return "the plan has no native head"
-    return f"the plan's native head makes layers 0 … {native.keys.shape[0] - 1} exact"
+    return f"the plan's native head makes layers 0 … {len(native.keys) - 1} exact"
 
 
-def _span_rows(span: Span, states: ContentStates | None) -> Float[Tensor, "B T w"]:
-    if span.states in ("residual", "normed_residual"):
-        missing = [layer for layer in span.layers if states is None or layer not in states.residual]
-    else:
-        missing = [layer for layer in span.layers if states is None or layer >= states.keys.shape[0]]
-    if states is None or missing:
-        if span.role == "source":
-            held = 0 if states is None else states.keys.shape[0]
-            raise CacheError(
-                f"the map reads {span}; the source states have {held} layers. The bridge belongs to another source."
-            )
+def require_span(span: Span, states: ContentStates | CachedStates | None) -> int:
+    """Width of a span's rows in some states, which must hold it.
+
+    Raises:
+        CacheError: a layer of it is not there.
+    """
+    if states is not None and span.states in KINDS and span.stop <= len(states.keys):
+        return len(span.layers) * states.keys[0].shape[1] * states.keys[0].shape[-1]
+    if isinstance(states, ContentStates) and span.states not in KINDS and states.residual.keys() >= set(span.layers):
+        return sum(states.residual[layer].shape[-1] for layer in span.layers)
+    if span.role == "source":
+        held = 0 if states is None else len(states.keys)
         raise CacheError(
-            f"the map reads {span} and {_native_layers(states)}; give plan.native_head={span.stop - 1} or more."
+            f"the map reads {span}; the source states have {held} layers. The bridge belongs to another source."
         )
-    if span.states in ("keys", "values"):
+    native = states if isinstance(states, ContentStates) else None
+    raise CacheError(
+        f"the map reads {span} and {_native_layers(native)}; give plan.native_head={span.stop - 1} or more."
+    )
+
+
+def span_rows(span: Span, states: ContentStates) -> Float[Tensor, "B T w"]:
+    """Rows of one span that the states hold, in fp32."""
+    if span.states in KINDS:
         chosen = getattr(states, span.states)[span.start : span.stop].float()  # [L, B, H, T, D]
         return chosen.permute(1, 3, 0, 2, 4).flatten(2)
     streams = [states.residual[layer].float() for layer in span.layers]
@@ -74,7 +84,12 @@ def rows_of(spans: Sequence[Span], source: ContentStates, native: ContentStates 
     Raises:
         CacheError: a span reaches beyond what is there.
     """
-    return torch.cat([_span_rows(span, source if span.role == "source" else native) for span in spans], dim=-1)
+    found = []
+    for span in spans:
+        states = source if span.role == "source" else native
+        require_span(span, states)
+        found.append(span_rows(span, cast(ContentStates, states)))
+    return torch.cat(found, dim=-1)
 
 
 def _require_width(form: SharedBasis | ResidualBranch, rows: Float[Tensor, "B T p"]) -> None:
@@ -136,3 +151,89 @@ def residual_branch(
 ) -> dict[Span, Float[Tensor, "B T w"]]:
     """What a residual branch adds, given the rows of its inputs, to the target `layers` and what follows them."""
     return expanded_rows(form, branch_rows(form, rows), layers)
+
+
+def apply_forms(
+    forms: Sequence[Form], source: ContentStates, layers: range, native: ContentStates | None = None
+) -> ContentStates:
+    """Execute a whole map in fp32: what `FormMap` is compared with.
+
+    Args:
+        forms: of the map, which make all of `layers`.
+        source: content states of all layers of the source.
+        layers: the target layers wanted.
+        native: what the target has computed itself at the same positions.
+
+    Returns:
+        The states, with the residual stream at the input of layer `layers.stop` where a form makes it.
+
+    Raises:
+        CacheError: the forms read what the states do not have.
+    """
+    executing = _Execution(source, layers, native)
+    for form in frozen_forms(forms):
+        executing.slots(form) if isinstance(form, SlotAffine) else executing.basis(form)
+    for branch in branches_of(forms):
+        executing.branch(branch)
+    return executing.states()
+
+
+class _Execution:
+    """One application of forms: what they read, gathered once, and what they have made so far."""
+
+    def __init__(self, source: ContentStates, layers: range, native: ContentStates | None) -> None:
+        self.source, self.layers, self.native = source, layers, native
+        # Keys and values of a layer are [B, H, T, D], a residual stream [B, T, E].
+        self.made: dict[tuple[str, int], Tensor] = {}
+        self._slots: Float[Tensor, "slots B T D_s"] | None = None
+        self._rows: dict[tuple[Span, ...], Float[Tensor, "B T p"]] = {}
+        self._bases: dict[tuple[int, tuple[Span, ...]], Float[Tensor, "B T R"]] = {}
+
+    def states(self) -> ContentStates:
+        """All that was made."""
+        keys, values = (torch.stack([self.made[kind, layer] for layer in self.layers]) for kind in KINDS)
+        streams = {layer: rows for (states, layer), rows in self.made.items() if states == "residual"}
+        return ContentStates(keys, values, self.source.positions, streams)
+
+    def slots(self, form: SlotAffine) -> None:
+        slots = self._slots if self._slots is not None else input_slots(self.source)
+        self._slots = slots
+        needed = int(form.slots.max()) + 1
+        if needed > slots.shape[0] or form.weight.shape[3] != slots.shape[-1]:
+            raise CacheError(
+                f"the map reads {needed} input slots of width {form.weight.shape[3]}; the source states have "
+                f"{slots.shape[0]} of width {slots.shape[-1]}. The bridge belongs to another source."
+            )
+        for layer, states in zip(self.layers, slot_affine(form, slots, self.layers), strict=True):
+            self.made[form.kind, layer] = states
+
+    def basis(self, form: SharedBasis) -> None:
+        if not form.columns(self.layers):
+            return
+        basis = id(form.reduce), form.inputs
+        if basis not in self._bases:
+            self._bases[basis] = basis_rows(form, self._read(form.inputs))
+        self.made.update(self._states(form, self._bases[basis]))
+
+    def branch(self, form: ResidualBranch) -> None:
+        if not form.columns(self.layers):
+            return
+        for place, states in self._states(form, branch_rows(form, self._read(form.inputs))):
+            self.made[place] = self.made[place] + states
+
+    def _read(self, inputs: tuple[Span, ...]) -> Float[Tensor, "B T p"]:
+        if inputs not in self._rows:
+            self._rows[inputs] = rows_of(inputs, self.source, self.native)
+        return self._rows[inputs]
+
+    def _states(
+        self, form: SharedBasis | ResidualBranch, basis: Float[Tensor, "B T R"]
+    ) -> Iterator[tuple[tuple[str, int], Tensor]]:
+        """What a form expands to, layer by layer, by the place where it belongs."""
+        for span, rows in expanded_rows(form, basis, self.layers).items():
+            if span.states == "residual":
+                yield (span.states, span.start), rows
+                continue
+            heads = rows.unflatten(-1, (len(span.layers), form.kv_heads, form.head_dim))  # [B, T, L, H, D]
+            for layer, states in zip(span.layers, heads.permute(2, 0, 3, 1, 4), strict=True):
+                yield (span.states, layer), states

@@ -34,12 +34,13 @@ from transformers.cache_utils import DynamicLayer
 
 from kvbridge import compat
 from kvbridge.attended import choose_attended
+from kvbridge.carried import UnwrittenStates, inject, map_states, unwritten
 from kvbridge.errors import CacheError
-from kvbridge.forms import Map
+from kvbridge.forms import Map, WritingMap
 from kvbridge.model import KVModel
 from kvbridge.native import NativeHead, check_held, compute_head, recompute_layers
 from kvbridge.plan import HandoffPlan, Split
-from kvbridge.states import ContentStates, rotated
+from kvbridge.states import CachedStates, ContentStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,24 +119,6 @@ def _write_head(buffers: Tensor, head: NativeHead, plan: HandoffPlan, split: Spl
         buffers[part, : len(tensors), ..., span, :] = tensors[..., span, :]
 
 
-def _inject(target: KVModel, buffers: Tensor, carried: ContentStates, layers: range, split: Split) -> None:
-    """Write rotated carried states of `layers` into their place, fully checked first."""
-    if carried.tokens != split.carried or carried.keys.shape[0] != len(layers):
-        raise CacheError(
-            f"carried states cover {carried.keys.shape[0]} layers and {carried.tokens} tokens; the plan needs "
-            f"{len(layers)} layers and {split.carried} tokens."
-        )
-    expected = range(split.carried_start, split.carried_stop)
-    if carried.positions.tolist() != list(expected):
-        raise CacheError(
-            f"carried states do not lie at positions {expected.start} … {expected.stop - 1}, where the plan puts them."
-        )
-    keys, values = rotated(carried, target.geometry, target.rotary, buffers.shape[2], layers)
-    span = slice(split.carried_start, split.carried_stop)
-    buffers[0, layers.start : layers.stop, ..., span, :] = keys
-    buffers[1, layers.start : layers.stop, ..., span, :] = values
-
-
 def _slotted(buffers: Tensor, slots: Tensor) -> Cache:
     return Cache(layers=[_SlottedLayer(keys, values, slots) for keys, values in zip(*buffers, strict=True)])
 
@@ -153,9 +136,9 @@ def _read_sinks(target: KVModel, buffers: Tensor, input_ids: Tensor, sinks: Tens
         )
 
 
-def _recompute(target: KVModel, buffers: Tensor, carried: ContentStates, layers: range, split: Split) -> None:
+def _recompute(target: KVModel, buffers: Tensor, residual: dict[int, Tensor], layers: range, split: Split) -> None:
     """Write the keys and values of the last `layers` for the carried tokens, from their residual stream."""
-    boundary = carried.residual.get(layers.start)
+    boundary = residual.get(layers.start)
     if boundary is None:
         raise CacheError(
             f"the carried states lack the residual stream at the input of layer {layers.start}, from which the plan "
@@ -194,7 +177,7 @@ def assemble(
     target: KVModel,
     plan: HandoffPlan,
     input_ids: Int[Tensor, "B T"],
-    carried: ContentStates | None,
+    carried: ContentStates | UnwrittenStates | None,
     *,
     head: NativeHead | None = None,
     held: Cache | None = None,
@@ -205,8 +188,8 @@ def assemble(
         target: the model that goes on.
         plan: what it computes natively.
         input_ids: the prompt.
-        carried: target content states of the plan's mapped layers at the carried positions; `None` carries nothing,
-            and the tail sees only what is held, the sinks and itself.
+        carried: target content states of the plan's mapped layers at the carried positions, or what writes them;
+            `None` carries nothing, and the tail sees only what is held, the sinks and itself.
         head: the plan's native head from `compute_head`, of this prompt or of another one (a control arm); by default
             it is computed here.
         held: what the target's cache holds for the first tokens of the prompt, from an earlier hand-off and what it
@@ -238,15 +221,16 @@ def assemble(
             if head is not None:
                 _write_head(buffers, head, plan, split)
         layers = plan.mapped_layers(target.geometry.layers)
-        with timed(seconds, "inject", target.device):
-            _inject(target, buffers, carried, layers, split)
+        step = "inject" if isinstance(carried, ContentStates) else "map"
+        with timed(seconds, step, target.device):
+            residual = inject(target, buffers, carried, layers, split)
         if plan.tail_recompute > 1 and tokens < start:
             read = start
             with timed(seconds, "forward", target.device):
                 _read_sinks(target, buffers[..., :start, :], input_ids, kept[tokens:start])
         if plan.tail_recompute:
             with timed(seconds, "recompute", target.device):
-                _recompute(target, buffers, carried, range(layers.stop, target.geometry.layers), split)
+                _recompute(target, buffers, residual, range(layers.stop, target.geometry.layers), split)
         if plan.attended(split.carried):
             with timed(seconds, "scout", target.device):
                 attended = choose_attended(target, plan, split, input_ids, partial(_slotted, buffers), read)
@@ -263,18 +247,18 @@ def hand_off(
     target: KVModel,
     plan: HandoffPlan,
     mapping: Map,
-    source_states: ContentStates,
+    source_states: ContentStates | CachedStates,
     input_ids: Int[Tensor, "B T"],
     *,
     held: Cache | None = None,
 ) -> Handoff:
-    """Map a source's content states and give the result to the target.
+    """Map a source's states and give the result to the target.
 
     Args:
         target: the model that goes on.
         plan: what it computes natively.
-        mapping: from source to target content states.
-        source_states: of the whole prompt, from `KVModel.content` of the source.
+        mapping: from source to target states; one that writes fills the target's cache itself.
+        source_states: of the whole prompt, from `KVModel.cached` or `KVModel.content` of the source.
         input_ids: the prompt.
         held: what the target's cache holds for the first tokens of the prompt; only what follows is mapped.
 
@@ -293,23 +277,12 @@ def hand_off(
     if split.carried:
         with timed(seconds, "head", target.device):
             head = compute_head(target, plan, input_ids, held)
-        with timed(seconds, "map", target.device):
-            carried = map_states(target, plan, mapping, source_states, split, head)
+        if isinstance(mapping, WritingMap):
+            carried = unwritten(target, mapping, source_states, split, head)
+        else:
+            with timed(seconds, "map", target.device):
+                carried = map_states(target, plan, mapping, source_states, split, head)
     handoff = assemble(target, plan, input_ids, carried, head=head, held=held)
     for step, spent in seconds.items():
         handoff.seconds[step] = handoff.seconds.get(step, 0.0) + spent
     return handoff
-
-
-def map_states(
-    target: KVModel,
-    plan: HandoffPlan,
-    mapping: Map,
-    source_states: ContentStates,
-    split: Split,
-    head: NativeHead | None,
-) -> ContentStates:
-    """What a map makes of the carried tokens, given the source's states of the prompt and the target's native head."""
-    start, stop = split.carried_start, split.carried_stop
-    native = head.states(target, start, stop) if head is not None else None
-    return mapping.apply(source_states.span(start, stop), plan.mapped_layers(target.geometry.layers), native)

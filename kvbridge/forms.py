@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
+from jaxtyping import Float
+from torch import Tensor
+
 from kvbridge.branch import ResidualBranch
 from kvbridge.errors import CacheError
+from kvbridge.rotary import RotaryCodec
 from kvbridge.shared_basis import SharedBasis
 from kvbridge.slot_affine import SlotAffine, input_slot
-from kvbridge.states import ContentStates
+from kvbridge.states import CachedStates, ContentStates
 from kvbridge.variables import KINDS, Span
 
 __all__ = [
@@ -24,6 +28,7 @@ __all__ = [
     "ResidualBranch",
     "SharedBasis",
     "SlotAffine",
+    "WritingMap",
     "branches_of",
     "flops_per_token",
     "frozen_forms",
@@ -46,6 +51,36 @@ class Map(Protocol):
                 `layers.stop` gives that too.
             native: what the target has computed itself at the same positions: layers `0 … m` and the residual stream
                 at their inputs; `None` where the plan has no native head.
+        """
+        ...
+
+
+@runtime_checkable
+class WritingMap(Map, Protocol):
+    """A map that writes what it makes into the target's cache, rotated, without content states in between."""
+
+    def write(
+        self,
+        source: ContentStates | CachedStates,
+        layers: range,
+        destination: Float[Tensor, "2 L B H T D"],
+        rotary: RotaryCodec,
+        native: ContentStates | None = None,
+    ) -> dict[int, Float[Tensor, "B T E"]]:
+        """Fill the keys and values of the target `layers`, in order, at the positions of `source`.
+
+        Args:
+            source: of all layers of the source.
+            layers: the target layers wanted.
+            destination: keys and values as the target caches them, to be written; any strides.
+            rotary: of the target.
+            native: as for `apply`.
+
+        Returns:
+            The residual stream at the input of layer `layers.stop`, where the map makes it.
+
+        Raises:
+            CacheError: the map cannot read the states, or makes numbers that are not finite.
         """
         ...
 

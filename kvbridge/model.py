@@ -13,7 +13,7 @@ from kvbridge import compat
 from kvbridge.fingerprint import fingerprint_model
 from kvbridge.geometry import KVGeometry, read_geometry
 from kvbridge.rotary import RotaryCodec, read_rotary
-from kvbridge.states import ContentStates, content_states
+from kvbridge.states import CachedStates, ContentStates, cached_states, content_states
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,3 +91,11 @@ class KVModel:
             CacheError: the cache is incomplete, misshapen or not finite.
         """
         return content_states(cache, self.geometry, self.rotary, positions)
+
+    def cached(self, cache: Cache, positions: Int[Tensor, "T"] | None = None) -> CachedStates:
+        """A cache that this model filled, as it lies: what a hand-off reads without a copy.
+
+        Raises:
+            CacheError: the cache is incomplete or misshapen.
+        """
+        return cached_states(cache, self.geometry, self.rotary, positions)

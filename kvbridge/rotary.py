@@ -49,11 +49,15 @@ class RotaryCodec:
             cos, sin = self.module(reference, positions[None])
         return cos[0].float(), sin[0].float()
 
-    def strip(self, keys: Float[Tensor, "*batch T D"], positions: Int[Tensor, "T"]) -> Float[Tensor, "*batch T D"]:
-        """De-rotated (content) keys, in fp32, of rotated keys at `positions`."""
+    def inverse_tables(self, positions: Int[Tensor, "T"]) -> tuple[Float[Tensor, "T R"], Float[Tensor, "T R"]]:
+        """Cosines and sines that undo the rotation at absolute positions, in fp32."""
         cos, sin = self.tables(positions)
         norm = cos.square() + sin.square()
-        return self._rotate(keys, cos / norm, -sin / norm)
+        return cos / norm, -sin / norm
+
+    def strip(self, keys: Float[Tensor, "*batch T D"], positions: Int[Tensor, "T"]) -> Float[Tensor, "*batch T D"]:
+        """De-rotated (content) keys, in fp32, of rotated keys at `positions`."""
+        return self._rotate(keys, *self.inverse_tables(positions))
 
     def apply(self, keys: Float[Tensor, "*batch T D"], positions: Int[Tensor, "T"]) -> Float[Tensor, "*batch T D"]:
         """Rotated keys, in fp32, of content keys at `positions`."""

@@ -56,8 +56,41 @@ class ContentStates:
         return ContentStates(self.keys[part], self.values[part], self.positions, self.residual)
 
 
-def check_tensors(keys: Tensor, values: Tensor, geometry: KVGeometry, batch: int, tokens: int, where: str) -> None:
-    """Refuse one layer's keys and values `[B, H, T, D]` that do not fit the model and prompts or are not finite.
+@dataclass(frozen=True, slots=True)
+class CachedStates:
+    """Keys and values as a model cached them, of which content states can be read.
+
+    A map that reads them itself takes the rotation off while it gathers its rows, in the same pass.
+
+    Attributes:
+        keys: rotated keys of each layer.
+        values: values of each layer.
+        positions: absolute position of each token.
+        rotary: takes the rotation off.
+    """
+
+    keys: tuple[Float[Tensor, "B H T D"], ...]
+    values: tuple[Float[Tensor, "B H T D"], ...]
+    positions: Int[Tensor, "T"]
+    rotary: RotaryCodec
+
+    @property
+    def tokens(self) -> int:
+        return self.keys[0].shape[-2]
+
+    def span(self, start: int, stop: int) -> CachedStates:
+        """The tokens with index `start … stop − 1`."""
+        keys, values = (tuple(t[..., start:stop, :] for t in kind) for kind in (self.keys, self.values))
+        return CachedStates(keys, values, self.positions[start:stop], self.rotary)
+
+    def content(self) -> ContentStates:
+        """The content states, in fp32."""
+        keys = self.rotary.strip(torch.stack(self.keys), self.positions)
+        return ContentStates(keys, torch.stack(self.values).float(), self.positions)
+
+
+def check_shapes(keys: Tensor, values: Tensor, geometry: KVGeometry, batch: int, tokens: int, where: str) -> None:
+    """Refuse one layer's keys and values `[B, H, T, D]` that do not fit the model and prompts.
 
     Raises:
         CacheError: naming `where` and what differs.
@@ -66,13 +99,66 @@ def check_tensors(keys: Tensor, values: Tensor, geometry: KVGeometry, batch: int
     for kind, tensor in (("keys", keys), ("values", values)):
         if tuple(tensor.shape) != expected:
             raise CacheError(f"{where}: {kind} have shape {tuple(tensor.shape)}, expected {expected}.")
-        if not torch.isfinite(tensor).all():
-            raise CacheError(f"{where}: {kind} hold NaN or infinite numbers; this cache must not be used.")
     if keys.dtype != values.dtype or keys.device != values.device:
         raise CacheError(
             f"{where}: keys are {keys.dtype} on {keys.device}, values {values.dtype} on {values.device}; "
             "both must be the same."
         )
+
+
+def check_finite(keys: Tensor, values: Tensor, where: str) -> None:
+    """Refuse one layer's keys and values that hold NaN or infinite numbers.
+
+    Raises:
+        CacheError: naming `where`.
+    """
+    for kind, tensor in (("keys", keys), ("values", values)):
+        if not torch.isfinite(tensor).all():
+            raise CacheError(f"{where}: {kind} hold NaN or infinite numbers; this cache must not be used.")
+
+
+def check_tensors(keys: Tensor, values: Tensor, geometry: KVGeometry, batch: int, tokens: int, where: str) -> None:
+    """Refuse one layer's keys and values `[B, H, T, D]` that do not fit the model and prompts or are not finite.
+
+    Raises:
+        CacheError: naming `where` and what differs.
+    """
+    check_shapes(keys, values, geometry, batch, tokens, where)
+    check_finite(keys, values, where)
+
+
+def cached_states(
+    cache: Cache, geometry: KVGeometry, rotary: RotaryCodec, positions: Int[Tensor, "T"] | None = None
+) -> CachedStates:
+    """A dynamic or static cache as it lies, without a copy.
+
+    Its numbers are not looked at: what is not finite shows in what a map makes of it.
+
+    Args:
+        cache: filled by the model that `geometry` and `rotary` describe; it is not changed.
+        positions: absolute position of each cached token, `0 … T − 1` by default.
+
+    Raises:
+        CacheError: a layer is missing, lengths differ or a shape is wrong.
+    """
+    found = [compat.layer_tensors(cache, layer) for layer in range(len(cache.layers))]
+    missing = [layer for layer, tensors in enumerate(found) if tensors is None]
+    if len(found) != geometry.layers or missing:
+        held = f"{len(found)} layers" + (f", of which {missing} are empty" if missing else "")
+        raise CacheError(f"the cache holds {held}; {geometry.describe()} needs {geometry.layers} filled layers.")
+    layers = [tensors for tensors in found if tensors is not None]
+    first = layers[0][0]
+    batch, tokens = first.shape[0], first.shape[-2]
+    for layer, (keys, values) in enumerate(layers):
+        check_shapes(keys, values, geometry, batch, tokens, f"cache layer {layer}")
+        if keys.dtype != first.dtype:
+            raise CacheError(f"cache layer {layer}: keys are {keys.dtype}, those of layer 0 {first.dtype}.")
+    if positions is None:
+        positions = torch.arange(tokens, device=first.device)
+    elif len(positions) != tokens:
+        raise CacheError(f"{len(positions)} positions were given for a cache of {tokens} tokens.")
+    keys, values = zip(*layers, strict=True)
+    return CachedStates(keys, values, positions, rotary)
 
 
 def content_states(
@@ -87,24 +173,10 @@ def content_states(
     Raises:
         CacheError: a layer is missing, lengths differ, a shape is wrong or a number is not finite.
     """
-    found = [compat.layer_tensors(cache, layer) for layer in range(len(cache.layers))]
-    missing = [layer for layer, tensors in enumerate(found) if tensors is None]
-    if len(found) != geometry.layers or missing:
-        held = f"{len(found)} layers" + (f", of which {missing} are empty" if missing else "")
-        raise CacheError(f"the cache holds {held}; {geometry.describe()} needs {geometry.layers} filled layers.")
-    layers = [tensors for tensors in found if tensors is not None]
-    first = layers[0][0]
-    batch, tokens = first.shape[0], first.shape[-2]
-    for layer, (keys, values) in enumerate(layers):
-        check_tensors(keys, values, geometry, batch, tokens, f"cache layer {layer}")
-        if keys.dtype != first.dtype:
-            raise CacheError(f"cache layer {layer}: keys are {keys.dtype}, those of layer 0 {first.dtype}.")
-    if positions is None:
-        positions = torch.arange(tokens, device=first.device)
-    elif len(positions) != tokens:
-        raise CacheError(f"{len(positions)} positions were given for a cache of {tokens} tokens.")
-    keys = rotary.strip(torch.stack([keys for keys, _ in layers]), positions)
-    return ContentStates(keys, torch.stack([values for _, values in layers]).float(), positions)
+    cached = cached_states(cache, geometry, rotary, positions)
+    for layer, (keys, values) in enumerate(zip(cached.keys, cached.values, strict=True)):
+        check_finite(keys, values, f"cache layer {layer}")
+    return cached.content()
 
 
 def rotated(
