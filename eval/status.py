@@ -21,7 +21,7 @@ from kvbridge.processes import process_state
 STATUS = "status.json"
 # Settings that change neither what is computed nor its outcome.
 INDIFFERENT = (
-    *("out", "moments_store", "logger", "experiment"),
+    *("out", "moments_store", "logger", "experiment", "bench"),
     *(f"calibration.{name}" for name in ("checkpoint_seconds", "shard", "keep_staged", "memory_gb")),
 )
 

@@ -97,7 +97,7 @@ class FormMap:
         Raises:
             CacheError: the forms read what the states do not have, or make no states of some layer.
         """
-        heads, width = self._pack(torch.float32).shape
+        heads, width = self.packed(torch.float32).shape
         first = source.keys[0]
         made = first.new_empty((2, len(layers), len(first), heads, source.tokens, width), dtype=torch.float32)
         writing = self._writing(source, layers, made, None, native)
@@ -144,7 +144,7 @@ class FormMap:
         native: ContentStates | None,
     ) -> Writing:
         self._require_layers(layers)
-        packed = self._pack(product_dtype(destination.dtype, destination.device))
+        packed = self.packed(product_dtype(destination.dtype, destination.device))
         heads, width = packed.shape
         made = (2, len(layers), len(source.keys[0]), heads, source.tokens, width)
         if destination.shape != made:
@@ -154,7 +154,8 @@ class FormMap:
             )
         return Writing(packed, source, layers, destination, rotary, native)
 
-    def _pack(self, dtype: torch.dtype) -> PackedMap:
+    def packed(self, dtype: torch.dtype) -> PackedMap:
+        """The map ready for products in a dtype; made once."""
         if dtype not in self._packed:
             self._packed[dtype] = pack(self.forms, dtype)
         return self._packed[dtype]

@@ -34,7 +34,7 @@ from transformers.cache_utils import DynamicLayer
 
 from kvbridge import compat
 from kvbridge.attended import choose_attended
-from kvbridge.carried import UnwrittenStates, inject, map_states, unwritten
+from kvbridge.carried import Carried, UnwrittenStates, inject, map_states, unwritten
 from kvbridge.errors import CacheError
 from kvbridge.forms import Map, WritingMap
 from kvbridge.model import KVModel
@@ -53,7 +53,8 @@ class Handoff:
         split: which positions the plan carries.
         next_position: position of the first token after the prompt; more than the cache's length where nothing was
             carried, so give positions explicitly when going on.
-        seconds: time spent per step (`head`, `map`, `inject`, `recompute`, `scout`, `forward`).
+        seconds: time spent per step (`head`, `map`, `inject`, `recompute`, `scout`, `forward`); a map that writes
+            its states injects them too.
         attended: positions of the carried tokens that the target read itself, in order.
     """
 
@@ -177,7 +178,7 @@ def assemble(
     target: KVModel,
     plan: HandoffPlan,
     input_ids: Int[Tensor, "B T"],
-    carried: ContentStates | UnwrittenStates | None,
+    carried: Carried | None,
     *,
     head: NativeHead | None = None,
     held: Cache | None = None,
@@ -221,7 +222,7 @@ def assemble(
             if head is not None:
                 _write_head(buffers, head, plan, split)
         layers = plan.mapped_layers(target.geometry.layers)
-        step = "inject" if isinstance(carried, ContentStates) else "map"
+        step = "map" if isinstance(carried, UnwrittenStates) else "inject"
         with timed(seconds, step, target.device):
             residual = inject(target, buffers, carried, layers, split)
         if plan.tail_recompute > 1 and tokens < start:

@@ -38,10 +38,32 @@ class UnwrittenStates:
         return self.source.positions
 
 
+@dataclass(frozen=True, slots=True)
+class RotatedStates:
+    """States of the carried tokens that a map has written before, as the target caches them.
+
+    Attributes:
+        tensors: keys and values, known to be finite.
+        positions: absolute position of each token.
+        residual: residual stream of the carried tokens, by the layer that it enters.
+    """
+
+    tensors: Float[Tensor, "2 L B H T D"]
+    positions: Int[Tensor, "T"]
+    residual: dict[int, Float[Tensor, "B T E"]]
+
+    @property
+    def tokens(self) -> int:
+        return self.tensors.shape[-2]
+
+
+Carried = ContentStates | UnwrittenStates | RotatedStates
+
+
 def inject(
     target: KVModel,
     buffers: Float[Tensor, "2 L B H T D"],
-    carried: ContentStates | UnwrittenStates,
+    carried: Carried,
     layers: range,
     split: Split,
 ) -> dict[int, Float[Tensor, "B C E"]]:
@@ -58,12 +80,17 @@ def inject(
     place = buffers[:, layers.start : layers.stop, ..., span, :]
     if isinstance(carried, UnwrittenStates):
         return carried.mapping.write(carried.source, layers, place, target.rotary, carried.native)
+    if isinstance(carried, RotatedStates):
+        place.copy_(carried.tensors)
+        return carried.residual
     place[0], place[1] = rotated(carried, target.geometry, target.rotary, buffers.shape[2], layers)
     return carried.residual
 
 
-def _require_place(carried: ContentStates | UnwrittenStates, layers: range, split: Split) -> None:
-    covers = len(carried.keys) if isinstance(carried, ContentStates) else len(layers)
+def _require_place(carried: Carried, layers: range, split: Split) -> None:
+    covers = len(layers)
+    if not isinstance(carried, UnwrittenStates):
+        covers = len(carried.keys) if isinstance(carried, ContentStates) else carried.tensors.shape[1]
     if carried.tokens != split.carried or covers != len(layers):
         raise CacheError(
             f"carried states cover {covers} layers and {carried.tokens} tokens; the plan needs "

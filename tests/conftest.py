@@ -49,6 +49,16 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that nobody wrote to is NaN."""
+    from tiny_maps import poison
+
+    for name in ("empty", "empty_like", "empty_strided"):
+        monkeypatch.setattr(torch, name, poison(getattr(torch, name)))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty))
+
+
 @pytest.fixture(scope="module")
 def own_dataset_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What datasets keeps of the texts of one module, out of the way of all others."""

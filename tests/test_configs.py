@@ -21,6 +21,7 @@ from kvbridge.cli.settings import PairConfig, register
 from kvbridge.dotted import flatten
 from kvbridge.errors import KVBridgeError
 from kvbridge.eval import EvalConfig, ProbesConfig
+from kvbridge.eval.bench import BenchConfig
 from kvbridge.eval.candidates import PlannerConfig
 from kvbridge.eval.tracking import WandbConfig
 from kvbridge.mappers import Mapper, Ridge, available
@@ -37,6 +38,7 @@ GROUPS: dict[str, Any] = {
     "planner": PlannerConfig,
     "calibration": CalibrationConfig,
     "eval": EvalConfig,
+    "bench": BenchConfig,
 }
 
 

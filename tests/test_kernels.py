@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -18,53 +17,12 @@ from kvbridge.kernels import FormMap
 from kvbridge.kernels.reference import input_slots, slot_affine
 from kvbridge.states import ContentStates
 from kvbridge.variables import Span
+from tiny_maps import BATCH, LAYERS, SHAPES, TARGET_LAYERS, Shape, make_form, make_states
 from tiny_models import relative_error
 
+pytestmark = pytest.mark.usefixtures("poisoned")
 # Implementations that must agree with the loop.
 EXECUTE: dict[str, Callable[[SlotAffine, Tensor, range], Tensor]] = {"reference": slot_affine}
-LAYERS, TARGET_LAYERS, BATCH = 8, 3, 2
-SHAPES = {
-    "equal": (2, 16, 2, 16),
-    "wider-target": (2, 16, 3, 24),
-    "narrower-target": (4, 24, 1, 8),
-    "one": (1, 1, 1, 1),
-}
-Shape = tuple[int, int, int, int]
-
-
-@pytest.fixture(autouse=True)
-def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that nobody wrote to is NaN."""
-
-    def poison(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def made(*arguments: Any, **options: Any) -> Tensor:
-            tensor = make(*arguments, **options)
-            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.fill_(-(2**7))
-
-        return made
-
-    for name in ("empty", "empty_like", "empty_strided"):
-        monkeypatch.setattr(torch, name, poison(getattr(torch, name)))
-    monkeypatch.setattr(Tensor, "new_empty", poison(Tensor.new_empty))
-
-
-def make_states(shape: Shape, tokens: int, dtype: torch.dtype = torch.float32) -> ContentStates:
-    heads, width, _, _ = shape
-    keys, values = torch.randn(2, LAYERS, BATCH, heads, tokens, width).to(dtype)
-    return ContentStates(keys, values, torch.arange(7, 7 + tokens))
-
-
-def make_form(
-    shape: Shape, k: int, dtype: torch.dtype = torch.float32, seed: int = 0, kind: str = "keys"
-) -> SlotAffine:
-    """A form whose every output head reads k · H_s slots of its own, keys and values mixed, in no order."""
-    heads, width, target_heads, target_width = shape
-    chooser = random.Random(seed)
-    every = range(len(KINDS) * LAYERS * heads)
-    slots = [[chooser.sample(every, k * heads) for _ in range(target_heads)] for _ in range(TARGET_LAYERS)]
-    table = torch.tensor(slots, dtype=torch.int32)
-    weight = torch.randn(*table.shape, width, target_width) / (k * heads * width) ** 0.5
-    return SlotAffine(kind, table, weight.to(dtype), torch.randn(TARGET_LAYERS, target_heads, target_width))
 
 
 def loop(form: SlotAffine, states: ContentStates, layers: range) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from omegaconf import DictConfig
 
 from kvbridge.bridge import Bridge, bridge_bytes
+from kvbridge.cli.benching import bench_command as bench_command
 from kvbridge.cli.describe import print_results
 from kvbridge.cli.fitting import fit_map, maps_in
 from kvbridge.cli.planning import Chosen, check_cost, chosen, provisional, require_one_process, with_points

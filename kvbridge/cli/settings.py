@@ -71,6 +71,7 @@ class RootConfig:
     planner: Any = MISSING
     calibration: Any = MISSING
     eval: Any = MISSING
+    bench: Any = MISSING
     experiment: Any = None
     out: str = MISSING
     moments: str | None = None
@@ -92,6 +93,7 @@ class Settings:
     planner: Any
     calibration: Any
     eval: Any
+    bench: Any
     out: Path
     moments: Path | None
     moments_store: Path | None
@@ -108,7 +110,7 @@ class Settings:
         Raises:
             UsageError: a setting was added that nothing reads, `out` is empty, or what the objects' own checks raise.
         """
-        names = ("pair", "mapper", "plan", "planner", "calibration", "eval")
+        names = ("pair", "mapper", "plan", "planner", "calibration", "eval", "bench")
         _refuse_additions("", config)
         if not config.out:
             raise UsageError("out is empty: give the folder of the run, out=DIR.")
@@ -210,6 +212,7 @@ def register() -> None:
     """Make the rooms' dataclasses known to Hydra as the schemas of their groups."""
     from kvbridge.calibration import CalibrationConfig
     from kvbridge.eval import EvalConfig
+    from kvbridge.eval.bench import BenchConfig
     from kvbridge.eval.candidates import PlannerConfig
     from kvbridge.eval.tracking import WandbConfig
     from kvbridge.mappers import available
@@ -222,6 +225,7 @@ def register() -> None:
         "planner": PlannerConfig,
         "calibration": CalibrationConfig,
         "eval": EvalConfig,
+        "bench": BenchConfig,
     }
     for group, schema in groups.items():
         store.store(group=group, name="schema", node=_editable(schema))
