@@ -22,6 +22,7 @@ from kvbridge.errors import CacheError, UsageError
 from kvbridge.eval import bench_floor as floor
 from kvbridge.eval.arms import read_prompt
 from kvbridge.eval.candidates import Candidate
+from kvbridge.eval.documents import Document
 from kvbridge.eval.points import conditions, planning_documents, score_candidates, summarise_points
 from kvbridge.eval.results import peak_memory
 from kvbridge.eval.suite import Task
@@ -171,9 +172,8 @@ class Bench:
         return found
 
 
-def _quality(task: Task, bridge: Bridge, name: str, plan: HandoffPlan, documents: int) -> dict[str, Any]:
-    """What the same map and plan reach, as one point of a bridge."""
-    taken = planning_documents(task, documents)
+def _quality(task: Task, bridge: Bridge, name: str, plan: HandoffPlan, taken: list[Document]) -> dict[str, Any]:
+    """What the same map and plan reach on some documents, as one point of a bridge."""
     mapping = FormMap.of(bridge, name)
     share = prefill_share(ModelCost.of(task.pair.target), plan, task.config.prompt, mapping)
     tried = [Candidate(name, plan, share)]
@@ -195,9 +195,10 @@ def run_bench(task: Task, bridge: Bridge, name: str, config: BenchConfig) -> dic
         CacheError: plan and map do not fit each other, or the gate is red.
         UsageError, CorpusError: the text is too short, or the pair cannot read so much.
     """
-    pair, plan, longest = task.pair, task.plan, max(config.lengths)
+    pair, longest = task.pair, max(config.lengths)
     pair.require_length(longest, "the longest of bench.lengths")
-    device = pair.target.device
+    scored = planning_documents(task, config.documents)
+    plan, device = scored[0].plan(task.plan), pair.target.device
     mapping = FormMap.of(bridge, name, device=device)
     mapping.require_plan(plan, pair.target.geometry.layers)
     bare = [length for length in config.lengths if plan.split(length).carried == 0]
@@ -208,7 +209,7 @@ def run_bench(task: Task, bridge: Bridge, name: str, config: BenchConfig) -> dic
     bench = Bench(pair, mapping, plan, config.repeats)
     with torch.inference_mode():
         gate = bench.require_correct(prompts[min(prompts)])
-        quality = _quality(task, bridge, name, plan, config.documents)
+        quality = _quality(task, bridge, name, plan, scored)
         copied = floor.copy_rate(device, config.repeats)
         times = {str(length): bench.time_length(prompt, copied) for length, prompt in prompts.items()}
     return {

@@ -30,7 +30,7 @@ from kvbridge import compat
 from kvbridge.assembly import hand_off
 from kvbridge.bridge import Bridge
 from kvbridge.errors import UsageError
-from kvbridge.eval.arms import Reading, read_prompt, strip_prompt
+from kvbridge.eval.arms import Reading, read_prompt
 from kvbridge.eval.fidelity import end_tokens
 from kvbridge.eval.retention import ARMS
 from kvbridge.eval.sampling import Sampling
@@ -173,7 +173,8 @@ class PairLM(TemplateLM):
             return read_prompt(self.pair.target, prompt)
         self.counts.carried += 1
         target = self.pair.target
-        states = strip_prompt(read_prompt(self.pair.source, prompt))
+        source = self.pair.source
+        states = source.cached(source.read(prompt.to(source.device)))
         handoff = hand_off(target, self.plan, self.mapping, states, prompt.to(target.device))
         return Reading(target, handoff.cache, handoff.logits, handoff.next_position, handoff.seconds)
 
