@@ -103,6 +103,14 @@ def _require_place(carried: Carried, layers: range, split: Split) -> None:
         )
 
 
+def _inputs(
+    target: KVModel, source_states: ContentStates | CachedStates, split: Split, head: NativeHead | None
+) -> tuple[ContentStates | CachedStates, ContentStates | None]:
+    """What a map reads at the carried positions: of the source, and of the target's native head."""
+    start, stop = split.carried_start, split.carried_stop
+    return source_states.span(start, stop), None if head is None else head.states(target, start, stop)
+
+
 def map_states(
     target: KVModel,
     plan: HandoffPlan,
@@ -112,10 +120,8 @@ def map_states(
     head: NativeHead | None,
 ) -> ContentStates:
     """What a map makes of the carried tokens, given the source's states of the prompt and the target's native head."""
-    start, stop = split.carried_start, split.carried_stop
-    native = head.states(target, start, stop) if head is not None else None
-    carried = source_states.span(start, stop)
-    content = carried.content() if isinstance(carried, CachedStates) else carried
+    source, native = _inputs(target, source_states, split, head)
+    content = source.content() if isinstance(source, CachedStates) else source
     return mapping.apply(content, plan.mapped_layers(target.geometry.layers), native)
 
 
@@ -127,6 +133,4 @@ def unwritten(
     head: NativeHead | None,
 ) -> UnwrittenStates:
     """What `map_states` gives, left to be written by the map itself."""
-    start, stop = split.carried_start, split.carried_stop
-    native = head.states(target, start, stop) if head is not None else None
-    return UnwrittenStates(mapping, source_states.span(start, stop), native)
+    return UnwrittenStates(mapping, *_inputs(target, source_states, split, head))
