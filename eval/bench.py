@@ -30,6 +30,7 @@ from kvbridge.flops import ModelCost, prefill_share
 from kvbridge.kernels import FormMap
 from kvbridge.kernels.capability import product_dtype
 from kvbridge.kernels.reference import apply_forms
+from kvbridge.kernels.steps import measured_steps
 from kvbridge.native import compute_head
 from kvbridge.pair import ModelPair
 from kvbridge.plan import HandoffPlan
@@ -144,12 +145,14 @@ class Bench:
         """One native reading, one reading by the source, and one hand-off."""
         target, seconds = self.pair.target, dict[str, float]()
         native, source = read_prompt(target, prompt), read_prompt(self.pair.source, prompt)
-        with timed(seconds, "warm", target.device):
+        with timed(seconds, "warm", target.device), measured_steps() as parts:
             states = self.pair.source.cached(source.cache)
             handoff = hand_off(target, self.plan, self.mapping, states, prompt)
         read = {"native": native.seconds["prefill"], "source": source.seconds["prefill"]}
         cold = read["source"] + seconds["warm"]
-        return read | seconds | {"cold": cold} | {step: handoff.seconds.get(step, 0.0) for step in STEPS}
+        split = {f"map_{part}": spent for part, spent in parts.items() if target.device.type == "cpu"}
+        steps = {step: handoff.seconds.get(step, 0.0) for step in STEPS}
+        return read | seconds | {"cold": cold} | steps | split
 
     def _floor(self, prompt: Int[Tensor, "1 P"], spent: float, carried: int, copied: float) -> dict[str, Any]:
         target, packed = self.pair.target, self.mapping.packed(self.product_dtype)
@@ -160,16 +163,13 @@ class Bench:
         touched = floor.touched_bytes(packed, self.layers, [*states.keys, *states.values], written)
         plain = floor.plain_product_seconds(packed, self.layers, carried, target.device, self.repeats)
         lowest = max(plain, touched / copied)
-        found: dict[str, Any] = {
+        return {
             "plain_product_s": plain,
             "share_of_plain_product": plain / spent,
             "touched_bytes": touched,
             "floor_s": lowest,
             "share_of_floor": lowest / spent,
         }
-        if target.device.type == "cpu":
-            found["mapping_shares"] = floor.mapping_shares(lambda: self._round(prompt))
-        return found
 
 
 def _quality(task: Task, bridge: Bridge, name: str, plan: HandoffPlan, taken: list[Document]) -> dict[str, Any]:

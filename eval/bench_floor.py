@@ -6,16 +6,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from statistics import median
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from kvbridge.kernels.packed import PackedMap, Projected
 
-# Steps of a mapping, as `kvbridge.kernels.ops` marks them for the profiler.
-MAPPING_PARTS = ("strip", "product", "rotate", "inject")
 COPIED_BYTES = 2**28
 
 
@@ -77,15 +73,3 @@ def touched_bytes(packed: PackedMap, layers: range, source: list[Tensor], destin
     """Bytes that a mapping must at least read and write: weights, the source's cache, the target's cache."""
     caches = [*source, destination]
     return weight_bytes(packed, layers) + sum(tensor.numel() * tensor.element_size() for tensor in caches)
-
-
-def mapping_shares(hand_over: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """Shares of a mapping's time that its steps take on a CPU; what is left is spent between them.
-
-    Args:
-        hand_over: makes a hand-off and returns its seconds per step.
-    """
-    with profile(activities=[ProfilerActivity.CPU]) as recorded:
-        seconds = hand_over()
-    spent: dict[str, Any] = {event.key: event.cpu_time_total / 1e6 for event in recorded.key_averages()}
-    return {part: spent.get(f"kvbridge::{part}", 0.0) / seconds["map"] for part in MAPPING_PARTS}

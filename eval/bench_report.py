@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvbridge.eval.bench_floor import MAPPING_PARTS
 from kvbridge.eval.figures import INK, standalone, svg_figure
 from kvbridge.eval.report import render
 from kvbridge.eval.results import write_results
 from kvbridge.eval.verdict import percent
+from kvbridge.kernels.steps import STEPS as MAPPING_STEPS
 
 COLUMNS = (
     "prompt", "native prefill", "source prefill", "warm TTFT", "cold TTFT", "warm", "cold", "mapped tokens/s",
@@ -43,12 +43,11 @@ def _row(length: str, found: dict[str, Any], quality: dict[str, Any]) -> list[st
 
 
 def _step_row(length: str, found: dict[str, Any]) -> list[str]:
-    """Milliseconds of each step; those of the mapping are shares from a profile of one hand-off."""
-    seconds, shares = found["seconds"], found.get("mapping_shares")
-    parts = ["not split"] * (len(MAPPING_PARTS) + 1)
-    if shares is not None:
-        between = max(0.0, 1 - sum(shares.values()))
-        parts = [_milliseconds(seconds["map"] * share) for share in (*shares.values(), between)]
+    """Milliseconds of each step; on an accelerator the mapping is one."""
+    seconds = found["seconds"]
+    split = [seconds[f"map_{part}"] for part in MAPPING_STEPS if f"map_{part}" in seconds]
+    parts = [_milliseconds(spent) for spent in (*split, max(0.0, seconds["map"] - sum(split)))]
+    parts = ["not split"] * (len(MAPPING_STEPS) + 1 - len(parts)) + parts
     more = seconds["recompute"] + seconds["scout"]
     return [length, _milliseconds(seconds["head"]), *parts, _milliseconds(more), _milliseconds(seconds["forward"])]
 

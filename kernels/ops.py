@@ -15,9 +15,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.library import custom_op
-from torch.profiler import record_function
 
 from kvbridge.kernels.reference import activated
+from kvbridge.kernels.steps import step
 
 
 def _pairs(states: Float[Tensor, "... D"], width: int, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -63,7 +63,7 @@ def gather_layers(
         interleaved: whether rotary pairs are neighbours.
         rows: to be written; any dtype and strides.
     """
-    with record_function("kvbridge::strip"):
+    with step("strip"):
         batch, heads, _, width = layers[0].shape
         for layer, places in zip(layers, rows.chunk(len(layers), dim=1), strict=True):
             place = places.unflatten(1, (heads, width)).unflatten(0, (batch, -1)).transpose(1, 2)
@@ -91,7 +91,7 @@ def project_rows(
     dtype: torch.dtype,
 ) -> Float[Tensor, "N R"]:
     """`φ(x A + a)`, with offset and activation in fp32, rounded once more to `dtype`."""
-    with record_function("kvbridge::product"):
+    with step("product"):
         made = rows @ weight
     if offset is not None:
         made = made.float() + offset
@@ -134,17 +134,17 @@ def write_heads(
     Returns:
         Whether all that was written is finite.
     """
-    with record_function("kvbridge::product"):
+    with step("product"):
         made = (rows[0] @ weights[0]).float()
         for more, weight in zip(rows[1:], weights[1:], strict=True):
             made += more @ weight
     batch, heads, _, width = destination.shape
     states = made.add_(bias).unflatten(1, (heads, width)).unflatten(0, (batch, -1)).transpose(1, 2)
     if cos is None or sin is None:
-        with record_function("kvbridge::inject"):
+        with step("inject"):
             destination.copy_(states)
     else:
-        with record_function("kvbridge::rotate"):
+        with step("rotate"):
             rotate_into(destination, states, cos, sin, interleaved)
     # A sum in fp32 is not finite where a summand is not, and is read once.
     return destination.sum(dtype=torch.float32).isfinite()
