@@ -173,8 +173,7 @@ class PairLM(TemplateLM):
             return read_prompt(self.pair.target, prompt)
         self.counts.carried += 1
         target = self.pair.target
-        source = self.pair.source
-        states = source.cached(source.read(prompt.to(source.device)))
+        states = self.pair.source.cached(read_prompt(self.pair.source, prompt).cache)
         handoff = hand_off(target, self.plan, self.mapping, states, prompt.to(target.device))
         return Reading(target, handoff.cache, handoff.logits, handoff.next_position, handoff.seconds)
 
