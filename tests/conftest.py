@@ -16,6 +16,8 @@ os.environ.update(
     HF_DATASETS_CACHE=tempfile.mkdtemp(prefix="kvbridge-datasets-"),
     # A Python that a test starts from the checkout must not import the checkout's folders.
     PYTHONSAFEPATH="1",
+    # Triton 3.9 warns where it is not set.
+    TRITON_DEFAULT_FP_FUSION="1",
 )
 
 import datasets

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvbridge.kernels.triton.config import Tile
-from kvbridge.kernels.triton.gather import TYPES
+from kvbridge.kernels.triton.gather import STORED, TYPES
 from kvbridge.kernels.triton.product import TERM, term_product, tile_columns
 
 # Numbers of one entry before its terms, all int64: where it is written (address in bytes; slots in a block, strides of
@@ -28,21 +28,16 @@ HEADER = 8
 @no_type_check
 def _turn(y, tables, row, rows, tokens, rotated, INTERLEAVED: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr):
     """Rotate the pairs of a tile `[BT, 2 · BLOCK_H]` by the angles of its rows, or by none."""
-    pair = tl.arange(0, BLOCK_H)
-    turned = (row < rows)[:, None] & (pair < rotated * HALF)[None, :]
-    angle = tables + (row % tokens)[:, None] * (2 * HALF)
     if INTERLEAVED:
-        first = angle + 2 * pair[None, :]
-        second = first + 1
         one, two = tl.split(tl.reshape(y, (y.shape[0], BLOCK_H, 2)))
     else:
-        first = angle + pair[None, :]
-        second = first + HALF
         one, two = tl.split(tl.permute(tl.reshape(y, (y.shape[0], 2, BLOCK_H)), (0, 2, 1)))
-    sines = tokens * (2 * HALF)
-    c1, s1 = tl.load(first, mask=turned, other=1.0), tl.load(first + sines, mask=turned, other=0.0)
-    c2, s2 = tl.load(second, mask=turned, other=1.0), tl.load(second + sines, mask=turned, other=0.0)
-    return one * c1 - two * s1, two * c2 + one * s2
+    pair = tl.arange(0, BLOCK_H)
+    turned = (row < rows)[:, None] & (pair < rotated * HALF)[None, :]
+    cosines = tables + (row % tokens)[:, None] * HALF + pair[None, :]
+    c = tl.load(cosines, mask=turned, other=1.0)
+    s = tl.load(cosines + tokens * HALF, mask=turned, other=0.0)
+    return one * c - two * s, two * c + one * s
 
 
 @triton.jit(do_not_specialize=["rows", "tokens"])
@@ -53,7 +48,7 @@ def expand_kernel(
     blocks,  # int32 [blocks, 3]
     bias,  # fp32
     slots,  # int64 [3, rows]
-    tables,  # fp32: cosines and sines [tokens, 2 · HALF] of the target
+    tables,  # fp32: cosines and sines [tokens, HALF] of the target
     rows,
     tokens,
     pitch,
@@ -72,7 +67,7 @@ def expand_kernel(
     BLOCK_K: tl.constexpr,
 ):
     entry = entries + tl.program_id(1).to(tl.int64) * (HEADER + TERMS * TERM)
-    width = tl.load(entry + 5)
+    width = tl.multiple_of(tl.load(entry + 5), ALIGN)
     row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     if INTERLEAVED:
         column, real = tile_columns(BLOCK_H, BLOCK_H)
@@ -95,7 +90,7 @@ def expand_kernel(
     block_size = tl.load(entry + 1)
     block_stride, slot_stride = tl.multiple_of(tl.load(entry + 2), ALIGN), tl.multiple_of(tl.load(entry + 3), ALIGN)
     place = (slot // block_size) * block_stride + (slot % block_size) * slot_stride
-    to = tl.multiple_of(tl.load(entry), ALIGN).to(tl.pointer_type(TO)) + place[:, None]
+    to = tl.multiple_of(tl.load(entry).to(tl.pointer_type(TO)), ALIGN) + place[:, None]
     pair = tl.arange(0, BLOCK_H)[None, :]
     if INTERLEAVED:
         both = tl.reshape(tl.join(one, two), (BLOCK_T, 2 * BLOCK_H))
@@ -131,7 +126,7 @@ def expand(
         blocks: which workspace columns meet which weight rows.
         bias: of all entries.
         slots: as in `gather`.
-        tables: cosines and sines of the target, `[tokens, 2 half]` each.
+        tables: cosines and sines of the target, `[tokens, half]` each.
         tokens: positions in the tables.
         terms: products that are summed in one entry.
         written: dtype of the cache.
@@ -156,7 +151,7 @@ def expand(
         TERMS=terms,
         TO=TYPES[written],
         INTERLEAVED=interleaved,
-        STORED=tl.int8 if stored == torch.int8 else TYPES[stored],
+        STORED=STORED[stored],
         ALIGN=align,
         EVEN=even,
         PRECISION="ieee",

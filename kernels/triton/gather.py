@@ -57,13 +57,14 @@ def _store_halves(to, inside, one, two, first, width, half, INTERLEAVED: tl.cons
 
 @triton.jit
 @no_type_check
-def _strip(one, two, cosines, sines, live, first, width, half, INTERLEAVED: tl.constexpr, HALF: tl.constexpr):
+def _strip(one, two, cosines, sines, live, first, half, HALF: tl.constexpr):
     """Content coordinates of rotated pairs; dividing by `c² + s²` undoes rounding and scale of the tables."""
-    c1, c2 = _load_halves(cosines, live, first, width, half, INTERLEAVED, HALF)
-    s1, s2 = _load_halves(sines, live, first, width, half, INTERLEAVED, HALF)
-    n1, n2 = c1 * c1 + s1 * s1, c2 * c2 + s2 * s2
-    n1, n2 = tl.where(n1 > 0.0, n1, 1.0), tl.where(n2 > 0.0, n2, 1.0)
-    return (one * c1 + two * s1) / n1, (two * c2 - one * s2) / n2
+    pair = first + tl.arange(0, HALF)
+    mask = live[:, None] & (pair < half)[None, :]
+    c = tl.load(cosines[:, None] + pair[None, :], mask=mask, other=1.0)
+    s = tl.load(sines[:, None] + pair[None, :], mask=mask, other=0.0)
+    norm = c * c + s * s
+    return (one * c + two * s) / norm, (two * c - one * s) / norm
 
 
 @triton.jit(do_not_specialize=["rows", "tokens"])
@@ -71,7 +72,7 @@ def _strip(one, two, cosines, sines, live, first, width, half, INTERLEAVED: tl.c
 def gather_kernel(
     segments,  # int64 [segments, SEGMENT]
     slots,  # int64 [3, rows]: of the source, of the target, and 0 … rows − 1
-    tables,  # fp32: cosines and sines [tokens, R] of both models, one after the other
+    tables,  # fp32: cosines and sines [tokens, R / 2] of both models, one after the other
     workspace,  # [rows, pitch]
     rows,
     tokens,
@@ -84,7 +85,7 @@ def gather_kernel(
     HALF: tl.constexpr,
 ):
     segment = segments + tl.program_id(1).to(tl.int64) * FIELDS
-    address, block_size = tl.multiple_of(tl.load(segment), ALIGN), tl.load(segment + 1)
+    address, block_size = tl.load(segment), tl.load(segment + 1)
     block_stride = tl.multiple_of(tl.load(segment + 2), ALIGN)
     slot_stride = tl.multiple_of(tl.load(segment + 3), ALIGN)
     column, width = tl.multiple_of(tl.load(segment + 5), ALIGN), tl.multiple_of(tl.load(segment + 6), ALIGN)
@@ -96,9 +97,10 @@ def gather_kernel(
     slot = tl.load(slots + tl.load(segment + 4) * rows + row, mask=inside, other=-1)
     live = slot >= 0
     slot = tl.where(live, slot, 0)
-    source = address.to(tl.pointer_type(FROM)) + (slot // block_size) * block_stride + (slot % block_size) * slot_stride
-    cosines = tables + table + (row % tokens) * width  # [BT]
-    sines = cosines + tokens * width
+    source = tl.multiple_of(address.to(tl.pointer_type(FROM)), ALIGN)
+    source += (slot // block_size) * block_stride + (slot % block_size) * slot_stride
+    cosines = tables + table + (row % tokens) * half  # [BT]
+    sines = cosines + tokens * half
 
     scale = tl.full((BLOCK_T,), 1.0, tl.float32)
     if normed > 0:
@@ -110,12 +112,14 @@ def gather_kernel(
     for first in range(0, half, HALF):
         one, two = _load_halves(source, live, first, width, half, INTERLEAVED, HALF)
         if table >= 0:
-            one, two = _strip(one, two, cosines, sines, live, first, width, half, INTERLEAVED, HALF)
+            one, two = _strip(one, two, cosines, sines, live, first, half, HALF)
         one, two = one * scale[:, None], two * scale[:, None]
         _store_halves(workspace + row * pitch + column, inside, one, two, first, width, half, INTERLEAVED, HALF)
 
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+# Of weights, which may be whole numbers too.
+STORED = TYPES | {torch.int8: tl.int8}
 
 
 def gather(

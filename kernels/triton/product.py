@@ -43,8 +43,8 @@ def term_product(
     BLOCK_K: tl.constexpr,
 ):
     """`acc + x W` of one term; weights kept as whole numbers are dequantised exactly, their scale put on at the end."""
-    address, row_stride = tl.multiple_of(tl.load(term), ALIGN), tl.multiple_of(tl.load(term + 3), ALIGN)
-    weight = address.to(tl.pointer_type(STORED))
+    weight = tl.multiple_of(tl.load(term).to(tl.pointer_type(STORED)), ALIGN)
+    row_stride = tl.multiple_of(tl.load(term + 3), ALIGN)
     octaves = tl.load(term + 2).to(tl.pointer_type(tl.float32))
     k = tl.arange(0, BLOCK_K)
     inside = (row < rows)[:, None]

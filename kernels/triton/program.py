@@ -43,7 +43,7 @@ class Program:
         bias: of the entries.
         depth: inputs in one step of a product.
         even: every block has as many.
-        align: what all starts, strides and addresses of weights are multiples of, up to 16.
+        align: what starts, strides, addresses of weights and widths of tiles are multiples of, up to 16.
         half: half the width of a rotated entry.
         reduce_half: half the columns of a tile of `z`.
         weights: kept alive.
@@ -147,7 +147,7 @@ def compile_map(
         bias=products.bias_vector(),
         depth=depth,
         even=bool((blocks[:, 2] == depth).all()),
-        align=alignment(blocks[:, 0], *_addresses(terms), *_addresses(reduces[:, HEADER:])),
+        align=alignment(blocks[:, 0], reduces[:, :2], *_addresses(terms), *_addresses(reduces[:, HEADER:])),
         half=half,
         reduce_half=reduce_half,
         weights=tuple(products.weights.values()),

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvbridge.kernels.triton.config import Tile
-from kvbridge.kernels.triton.gather import TYPES
+from kvbridge.kernels.triton.gather import STORED
 from kvbridge.kernels.triton.product import TERM, term_product, tile_columns
 
 # Numbers of one tile of columns before its two terms, all int64: workspace column it makes, width, number of its
@@ -44,7 +44,8 @@ def reduce_kernel(
     BLOCK_K: tl.constexpr,
 ):
     entry = entries + tl.program_id(1).to(tl.int64) * (HEADER + 2 * TERM)
-    made, width, activation = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    made, width = tl.multiple_of(tl.load(entry), ALIGN), tl.multiple_of(tl.load(entry + 1), ALIGN)
+    activation = tl.load(entry + 2)
     row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     column, real = tile_columns(BLOCK_H, BLOCK_H)
     real = real & (column < width)
@@ -115,7 +116,7 @@ def reduce(
         rows,
         workspace.stride(0),
         QUADRATIC=quadratic,
-        STORED=tl.int8 if stored == torch.int8 else TYPES[stored],
+        STORED=STORED[stored],
         ALIGN=align,
         EVEN=even,
         PRECISION="ieee",

@@ -115,7 +115,7 @@ def _expand(
         written=destination.dtype,
         interleaved=program.target.interleaved,
         stored=program.stored,
-        align=alignment([program.align], entries[:, [0, 2, 3]]),
+        align=alignment([program.align], entries[:, [0, 2, 3, 5]]),
         even=program.even,
         half=program.half,
         tile=_tile(program, workspace, power_of_two(max(8, program.half))),
@@ -143,7 +143,7 @@ def _require(
         raise CacheError(
             f"the rotary tables have {tables.tokens} positions for {source.rows} rows; give one position per token."
         )
-    sizes = 2 * tables.tokens * program.source.rotary, 2 * tables.tokens * program.target.rotary
+    sizes = tables.tokens * program.source.rotary, tables.tokens * program.target.rotary
     if (tables.target, tables.flat.shape[0]) != (sizes[0], sum(sizes)):
         raise CacheError(
             f"the rotary tables hold {tables.target} numbers of the source and {tables.flat.shape[0] - tables.target} "

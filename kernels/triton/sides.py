@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvbridge.errors import CacheError
+from kvbridge.errors import UnsupportedModelError
 from kvbridge.model import KVModel
-from kvbridge.rotary import RotaryCodec
+from kvbridge.rotary import PROBE_POSITIONS, RotaryCodec
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +35,31 @@ class Side:
 
     @classmethod
     def of(cls, model: KVModel) -> Side:
+        """The side of a loaded model.
+
+        Raises:
+            UnsupportedModelError: its rotary tables give the two members of a pair different angles.
+        """
         shape = model.geometry
-        rotary = model.rotary.tables(torch.zeros(1, dtype=torch.long, device=model.model.device))[0].shape[-1]
-        return cls(shape.layers, shape.kv_heads, shape.head_dim, rotary, model.rotary.interleaved, shape.hidden_size)
+        codec = model.rotary
+        table = codec.tables(torch.tensor(PROBE_POSITIONS, device=model.model.device))[1]
+        half = one_per_pair(table, codec.interleaved)
+        second = table[:, 1::2] if codec.interleaved else table[:, half.shape[1] :]
+        if not torch.equal(half, second):
+            raise UnsupportedModelError(
+                f"{shape.describe()} turns the two members of a rotary pair by different angles; the Triton kernels "
+                "take one angle per pair, so execute its maps on the CPU path."
+            )
+        rotary = table.shape[1]
+        return cls(shape.layers, shape.kv_heads, shape.head_dim, rotary, codec.interleaved, shape.hidden_size)
 
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """Cosines and sines of both models at the positions of the rows, in one fp32 tensor.
+    """Cosines and sines of both models at the positions of the rows, in one fp32 tensor, one for each rotary pair.
 
     Attributes:
-        flat: cosines and sines of the source, then of the target.
+        flat: cosines and sines of the source, `[T, R_s / 2]` each, then of the target.
         tokens: positions in it, `T`; row `n` has position `n mod T`.
         target: where the target's part begins.
     """
@@ -57,23 +71,13 @@ class Tables:
     @classmethod
     def of(cls, source: RotaryCodec, target: RotaryCodec, positions: Int[Tensor, "T"]) -> Tables:
         """Tables of the two live models at absolute positions."""
-        return cls.join(source.tables(positions), target.tables(positions))
+        first, second = (
+            torch.stack([one_per_pair(table, codec.interleaved) for table in codec.tables(positions)])
+            for codec in (source, target)
+        )
+        return cls(torch.cat((first.flatten(), second.flatten())), positions.shape[0], first.numel())
 
-    @classmethod
-    def join(
-        cls,
-        source: tuple[Float[Tensor, "T R_s"], Float[Tensor, "T R_s"]],
-        target: tuple[Float[Tensor, "T R_t"], Float[Tensor, "T R_t"]],
-    ) -> Tables:
-        """Tables given as cosines and sines.
 
-        Raises:
-            CacheError: the two models have tables of different lengths.
-        """
-        if source[0].shape[0] != target[0].shape[0]:
-            raise CacheError(
-                f"the source's rotary tables have {source[0].shape[0]} positions, the target's {target[0].shape[0]}; "
-                "give both at the same positions."
-            )
-        flat = torch.cat([table.float().flatten() for table in (*source, *target)])
-        return cls(flat, source[0].shape[0], 2 * source[0].numel())
+def one_per_pair(table: Float[Tensor, "T R"], interleaved: bool) -> Float[Tensor, "T half"]:
+    """The column of the first member of each rotary pair, which the second member shares."""
+    return table[:, ::2] if interleaved else table[:, : table.shape[1] // 2]
