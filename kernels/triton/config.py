@@ -60,8 +60,9 @@ def choose_reduce_half(rank: int) -> int:
 
 
 @functools.cache
-def _tuned(path: Path) -> dict[str, dict[str, int]]:
-    return json.loads(path.read_text()) if path.exists() else {}
+def tuned() -> dict[str, dict[str, int]]:
+    """What a tuning run found: tokens, warps and stages by `tuning_key`; empty where no table is installed."""
+    return json.loads(TUNED.read_text()) if TUNED.exists() else {}
 
 
 def tuning_key(rows: int, half: int, depth: int, stored: torch.dtype, capability: tuple[int, int]) -> str:
@@ -83,7 +84,7 @@ def choose_product(
         product: dtype of the workspace.
         capability: of the device, `(9, 0)` for sm_90.
     """
-    found = _tuned(TUNED).get(tuning_key(rows, half, depth, stored, capability))
+    found = tuned().get(tuning_key(rows, half, depth, stored, capability))
     if found is not None:
         return Tile(found["tokens"], half, depth, found["warps"], found["stages"])
     most = 64 if product == torch.float32 or stored == torch.int8 or capability < (9, 0) else 128
