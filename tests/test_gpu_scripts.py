@@ -72,3 +72,19 @@ def test_the_roofline_page_shows_what_its_script_prints(monkeypatch: pytest.Monk
     roofline = importlib.import_module("roofline")
     page = (ROOT / "docs/roofline.md").read_text()
     assert "\n".join(roofline.table(2048, 989.0, 4.8)) in page
+
+
+def test_a_tuned_entry_is_found_by_the_key_under_which_it_is_written(
+    script: types.ModuleType, tiny: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuning = importlib.import_module("tune_kernels")
+    prepared = script.Prepared.make("basis of 256", tiny, torch.device("cpu"), torch.float32)
+    found = {"tokens": 16, "warps": 2, "stages": 5}
+    keys = tuning.tuned_keys(prepared, 300, (9, 0))
+    monkeypatch.setattr(tuning.config, "tuned", lambda: dict.fromkeys(keys, found))
+    program = prepared.program
+    assert len(keys) == 2
+    for half in (8, program.reduce_half):
+        for rows, stages in ((300, 5), (600, 2)):
+            tile = tuning.config.choose_product(rows, half, program.depth, program.stored, program.dtype, (9, 0))
+            assert tile.stages == stages

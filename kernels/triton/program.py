@@ -56,10 +56,10 @@ class Program:
     stored: torch.dtype
     pitch: int
     segments: tuple[Segment, ...]
-    reduces: Int[Tensor, "tiles fields"]
+    reduces: Int[Tensor, "tiles tile_fields"]
     quadratic: bool
     entries: tuple[Entry, ...]
-    products: Int[Tensor, "entries fields"]
+    products: Int[Tensor, "entries term_fields"]
     blocks: Int[Tensor, "blocks 3"]
     offsets: Float[Tensor, "W"]
     bias: Float[Tensor, "q"]
