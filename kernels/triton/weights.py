@@ -29,8 +29,8 @@ class Weight:
     def of(cls, name: str, tensor: Float[Tensor, "..."], dtype: torch.dtype, device: torch.device) -> Weight:
         """A form's tensor, called as there, in `dtype`; int8 quantises it as `kvbridge.storage` does.
 
-        Quantising a weight that was stored as int8 gives the stored numbers again, up to one step where an input's
-        largest weight lay between two octaves.
+        A weight that was stored as int8 is quantised anew: the octave of an input, and with it the rounding of its
+        numbers, may differ from the stored one.
         """
         if dtype != torch.int8:
             return cls(tensor.to(device=device, dtype=dtype).contiguous(), None, None)
