@@ -14,15 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 from kvbridge.calibration.corpus import Corpus
 from kvbridge.errors import CorpusError, UsageError
+from kvbridge.tokens import encode
 
 SPLITS = ("fit", "held_out")
 MOST_TOKENS = 10**11
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a document as a prompt would have them, without a trailing end-of-sequence token."""
-    ids: list[int] = tokenizer(text, add_special_tokens=True, truncation=False, verbose=False)["input_ids"]
-    return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
 
 
 def opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:

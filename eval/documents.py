@@ -15,11 +15,11 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from kvbridge.calibration.blocks import encode
 from kvbridge.calibration.corpus import Corpus
 from kvbridge.errors import CorpusError, UsageError
 from kvbridge.eval.frame import Frame, bare, chat_frame
 from kvbridge.plan import HandoffPlan
+from kvbridge.tokens import encode
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,12 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from kvbridge.calibration.blocks import encode, opening
+from kvbridge.calibration.blocks import opening
 from kvbridge.errors import UsageError
 from kvbridge.eval.probe_tasks import LANGUAGES, TASKS, Question
 from kvbridge.pair import ModelPair
 from kvbridge.plan import HandoffPlan
+from kvbridge.tokens import encode
 
 
 @dataclass

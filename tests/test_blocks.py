@@ -16,8 +16,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from kvbridge.calibration import Corpus, open_corpus
-from kvbridge.calibration.blocks import BlockSet, draw_blocks, encode
+from kvbridge.calibration.blocks import BlockSet, draw_blocks
 from kvbridge.errors import CorpusError, UsageError
+from kvbridge.tokens import encode
 from tiny_pair import byte_tokenizer
 
 BLOCK = 16

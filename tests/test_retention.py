@@ -15,7 +15,6 @@ from lm_eval.tasks import TaskManager
 
 from kvbridge import cli
 from kvbridge.calibration import open_corpus
-from kvbridge.calibration.blocks import encode
 from kvbridge.errors import CorpusError, UsageError
 from kvbridge.eval import retention as retention_module
 from kvbridge.eval.report import write_report
@@ -25,6 +24,7 @@ from kvbridge.eval.tasks import FOLDER, continuation, mmlu
 from kvbridge.kernels import FormMap
 from kvbridge.pair import ModelPair
 from kvbridge.plan import HandoffPlan
+from kvbridge.tokens import encode
 from tiny_bridge import random_bridge
 from tiny_pair import byte_tokenizer, save_pair, tiny_pair, write_corpus
 

@@ -17,9 +17,9 @@ from datasets import Dataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from kvbridge.calibration.blocks import encode
 from kvbridge.calibration.corpus import Corpus
 from kvbridge.errors import CorpusError, UsageError
+from kvbridge.tokens import encode
 
 CHOICES = 4
 LENGTH = 16
