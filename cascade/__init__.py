@@ -1,1 +1,32 @@
 """Runtime, escalation policies, gate and fallback, sessions, server, engine connector."""
+
+from kvbridge.cascade.policies import Above, AllOf, Always, AnyOf, Custom, LongPrompt, Never, OfTask, Policy, Rule
+from kvbridge.cascade.result import HandoffReport, Result
+from kvbridge.cascade.runtime import Cascade
+from kvbridge.cascade.sampling import SamplingParams
+from kvbridge.cascade.scores import FirstTokenEntropy, FirstTokenMargin, MeanSurprise, Progress
+from kvbridge.cascade.session import Session
+from kvbridge.cascade.store import StateStore
+
+__all__ = [
+    "Above",
+    "AllOf",
+    "Always",
+    "AnyOf",
+    "Cascade",
+    "Custom",
+    "FirstTokenEntropy",
+    "FirstTokenMargin",
+    "HandoffReport",
+    "LongPrompt",
+    "MeanSurprise",
+    "Never",
+    "OfTask",
+    "Policy",
+    "Progress",
+    "Result",
+    "Rule",
+    "SamplingParams",
+    "Session",
+    "StateStore",
+]

@@ -1,0 +1,95 @@
+"""A small and a large model that answer together: the small one reads, and hands over where it is not sure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvbridge.bridge import Bridge
+from kvbridge.cascade.carry import Carrier, Gate
+from kvbridge.cascade.metrics import Metrics
+from kvbridge.cascade.policies import Always, Policy
+from kvbridge.cascade.prompts import Given
+from kvbridge.cascade.result import Result
+from kvbridge.cascade.session import Session, sampling_params
+from kvbridge.cascade.store import StateStore
+from kvbridge.cascade.turn import Draft, Parts, Turn
+from kvbridge.errors import UsageError
+from kvbridge.pair import ModelPair
+from kvbridge.plan import HandoffPlan
+
+
+class Cascade:
+    """Answers prompts with a pair.
+
+    Args:
+        pair: source and target.
+        bridge: carries the source's cache; without one the target reads every prompt that it is given itself.
+        plan: of a hand-off.
+        map: name of the map in the bridge; may be left out where it has one alone.
+        policy: when the target takes over; always by default.
+        draft: what becomes of the source's draft then: `keep` lets the target go on from it, `restart` drops it.
+        gate: judges every hand-off; none by default.
+        states: keeps caches between requests; none by default.
+
+    Attributes:
+        metrics: counts answers by route and hand-offs by outcome.
+
+    Raises:
+        PairMismatchError: the bridge was made for another pair.
+        UsageError: the bridge has no such map, or `draft` is neither.
+        CacheError, PlanError: plan and map do not fit.
+    """
+
+    def __init__(
+        self,
+        pair: ModelPair,
+        bridge: Bridge | None,
+        *,
+        plan: HandoffPlan | None = None,
+        map: str | None = None,
+        policy: Policy | None = None,
+        draft: Draft = "keep",
+        gate: Gate | None = None,
+        states: StateStore | None = None,
+    ) -> None:
+        if draft not in ("keep", "restart"):
+            raise UsageError(f"draft={draft!r}: give keep or restart.")
+        carrier = Carrier(pair, bridge, map, plan or HandoffPlan(), gate, states)
+        self.pair, self.metrics = pair, Metrics()
+        self._parts = Parts(carrier, policy or Always(), draft, self.metrics)
+
+    def generate(self, prompt: Given, *, task: str | None = None, **sampling: Any) -> Result:
+        """Answer one prompt.
+
+        Args:
+            prompt: text, chat messages or token ids.
+            task: what the prompt is, for policies that ask.
+            sampling: fields of `SamplingParams`, such as `max_new_tokens=64`, `temperature=0.7`, `stop=("\\n",)`.
+
+        Raises:
+            UsageError: the prompt is empty or too long, or a setting cannot work.
+            CacheError: no model gives usable logits.
+        """
+        return self.stream(prompt, task=task, **sampling).finish()
+
+    def generate_batch(self, prompts: Sequence[Given], *, task: str | None = None, **sampling: Any) -> list[Result]:
+        """Answer several prompts, one after the other; the seed of each is one higher than that of the one before.
+
+        Raises:
+            UsageError, CacheError: as `generate`.
+        """
+        seed = sampling_params(sampling).seed
+        return [self.generate(prompt, task=task, **sampling | {"seed": seed + at}) for at, prompt in enumerate(prompts)]
+
+    def stream(self, prompt: Given, *, task: str | None = None, **sampling: Any) -> Turn:
+        """The events of one answer as it is made; `result` is there once all of them were taken.
+
+        Raises:
+            UsageError, CacheError: as `generate`.
+        """
+        return self.session().stream(prompt, task=task, **sampling)
+
+    def session(self) -> Session:
+        """Begin a conversation of many turns."""
+        return Session(self._parts)

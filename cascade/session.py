@@ -1,0 +1,98 @@
+"""Many turns of one conversation: each model keeps its cache, and only what it has not seen is read or mapped.
+
+turn 1   [ prompt | answer ]                      the source reads, a hand-off maps, the target answers
+turn 2   [ prompt | answer | prompt | answer ]    the source reads answer and prompt; a hand-off maps what the target
+                                                  does not hold
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvbridge.cascade.memory import Memory
+from kvbridge.cascade.prompts import Given, Prompt, read_prompt
+from kvbridge.cascade.result import Result
+from kvbridge.cascade.sampling import SamplingParams
+from kvbridge.cascade.turn import Parts, Turn
+from kvbridge.errors import UsageError
+from kvbridge.pair import ModelPair
+
+
+class Session:
+    """One conversation; `Cascade.session` begins it.
+
+    Attributes:
+        messages: of a chat, answers included; empty where the conversation is plain text or tokens.
+        tokens: of a conversation in plain text or tokens, answers included; empty in a chat.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        pair: ModelPair = parts.carrier.pair
+        self._parts, self._tokenizer = parts, pair.tokenizer
+        self._source, self._target = Memory(pair.source), Memory(pair.target)
+        self.messages: list[dict[str, str]] = []
+        self.tokens: list[int] = []
+        self._open = False
+
+    def generate(self, prompt: Given, *, task: str | None = None, **sampling: Any) -> Result:
+        """Answer what comes next in the conversation.
+
+        Args:
+            prompt: text or token ids that follow, or the chat messages that are new.
+            task: what the prompt is, for policies that ask.
+            sampling: fields of `SamplingParams`.
+
+        Raises:
+            UsageError: the prompt is empty, chat and text are mixed, or a setting cannot work.
+            CacheError: no model gives usable logits.
+        """
+        return self.stream(prompt, task=task, **sampling).finish()
+
+    def stream(self, prompt: Given, *, task: str | None = None, **sampling: Any) -> Turn:
+        """The same as events; all of them must be taken before the next prompt.
+
+        Raises:
+            UsageError: as `generate`, or the answer before is not finished.
+        """
+        if self._open:
+            raise UsageError("the answer before is not finished; take all of its events, or begin another session.")
+        params = sampling_params(sampling)
+        chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
+        if (chat and self.tokens) or (self.messages and not chat):
+            raise UsageError("this session goes on as it began: give messages to a chat, text or tokens to a text.")
+        added = [dict(part) for part in prompt if isinstance(part, Mapping)] if chat else []
+        whole = read_prompt(self._tokenizer, [*self.messages, *added]) if chat else self._following(prompt)
+
+        def finished(result: Result) -> None:
+            self._open = False
+            if chat:
+                self.messages += [*added, {"role": "assistant", "content": result.text}]
+            else:
+                self.tokens = [*whole.tokens, *self._without_end(result)]
+
+        turn = Turn(self._parts, self._source, self._target, whole, params, task, finished)
+        self._open = True
+        return turn
+
+    def _following(self, prompt: Given) -> Prompt:
+        added = read_prompt(self._tokenizer, prompt, first=not self.tokens)
+        return Prompt((*self.tokens, *added.tokens), added.text)
+
+    def _without_end(self, result: Result) -> tuple[int, ...]:
+        ended = result.finish == "stop" and result.tokens[-1] in self._tokenizer.all_special_ids
+        return result.tokens[:-1] if ended else result.tokens
+
+
+def sampling_params(given: dict[str, Any]) -> SamplingParams:
+    """Sampling parameters from keyword arguments.
+
+    Raises:
+        UsageError: one is unknown or out of range.
+    """
+    unknown = sorted(given.keys() - SamplingParams.__dataclass_fields__.keys())
+    if unknown:
+        raise UsageError(f"{unknown[0]} is no setting; expected {', '.join(SamplingParams.__dataclass_fields__)}.")
+    if isinstance(given.get("stop"), str):
+        given = given | {"stop": (given["stop"],)}
+    return SamplingParams(**given | ({"stop": tuple(given["stop"])} if "stop" in given else {}))
