@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -23,6 +23,7 @@ from kvbridge.plan import HandoffPlan
 from kvbridge.states import ContentStates
 
 
+@runtime_checkable
 class GateReading(Protocol):
     """What a gate says of a hand-off.
 
@@ -50,6 +51,7 @@ class GateReading(Protocol):
     def passed(self) -> bool: ...
 
 
+@runtime_checkable
 class Gate(Protocol):
     """Judges hand-offs."""
 

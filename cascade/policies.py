@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvbridge.cascade.scores import Progress, Score
 from kvbridge.errors import UsageError
 
 
+@runtime_checkable
 class Policy(Protocol):
     """A rule for one answer."""
 

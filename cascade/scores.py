@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -35,6 +35,7 @@ class Progress:
     finished: bool = False
 
 
+@runtime_checkable
 class Score(Protocol):
     """A measure of doubt."""
 

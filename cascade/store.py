@@ -107,6 +107,11 @@ class StateStore:
         """What all entries take."""
         return self._bytes
 
+    def names(self) -> list[tuple[Key, tuple[int, ...]]]:
+        """Key and tokens of every entry, the one that was not used for longest first."""
+        with self._lock:
+            return list(self._entries)
+
     def keep(self, key: Key, memory: Memory) -> None:
         """Keep what a memory holds.
 
@@ -150,7 +155,7 @@ class StateStore:
 
     def _matching(self, key: Key, tokens: tuple[int, ...], length: int | None) -> Iterator[tuple[int, tuple[int, ...]]]:
         """How many tokens each entry of a key is good for, and what the entry is called."""
-        for owner, held in self._entries:
+        for owner, held in self.names():
             if owner != key or (length is not None and len(held) != length):
                 continue
             whole = len(held) < len(tokens) and tokens[: len(held)] == held

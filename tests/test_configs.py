@@ -15,6 +15,7 @@ from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 
 from kvbridge.calibration import CalibrationConfig
+from kvbridge.cascade.config import CascadeConfig
 from kvbridge.cli.commands import Settings
 from kvbridge.cli.mapper_schema import separated, with_residual
 from kvbridge.cli.settings import PairConfig, register
@@ -23,6 +24,7 @@ from kvbridge.errors import KVBridgeError
 from kvbridge.eval import EvalConfig, ProbesConfig
 from kvbridge.eval.bench import BenchConfig
 from kvbridge.eval.candidates import PlannerConfig
+from kvbridge.eval.escalation import EscalationConfig
 from kvbridge.eval.tracking import WandbConfig
 from kvbridge.mappers import Mapper, Ridge, available
 from kvbridge.mappers.residual_config import ResidualConfig
@@ -39,6 +41,8 @@ GROUPS: dict[str, Any] = {
     "calibration": CalibrationConfig,
     "eval": EvalConfig,
     "bench": BenchConfig,
+    "cascade": CascadeConfig,
+    "escalation": EscalationConfig,
 }
 
 

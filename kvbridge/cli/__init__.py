@@ -19,6 +19,9 @@ commands
   plan        measure a bridge's maps under many plans, and say which is best for which budget
               (--sizes: how large a calibration and its map will be, before any model is loaded)
   bench       time a bridge's hand-off beside the prefill that it replaces; writes OUT/bench
+  cascade     answer prompts with both models, the large one going on from the small one's cache
+  calibrate-policy
+              find the doubt at which the large model should take over
   report      make the report of a finished run, or one of a sweep and several runs: kvbridge report DIR …
   compare     say which of two runs is better, document by document: kvbridge compare A B [--json]
   lm-eval     lm-eval's own command line with the model `kvbridge`: kvbridge lm-eval --model kvbridge …
@@ -31,7 +34,7 @@ Every setting is a Hydra override, such as mapper.k=8 or plan.native_tail=16; `k
   kvbridge run pair=local pair.source=DIR pair.target=DIR calibration.corpus=FILE eval.corpus=FILE out=DIR
 """
 
-COMMANDS = ("run", "calibrate", "fit", "eval", "plan", "bench", "inspect", "doctor")
+COMMANDS = ("run", "calibrate", "fit", "eval", "plan", "bench", "cascade", "calibrate-policy", "inspect", "doctor")
 # Commands that take folders instead of overrides.
 FOLDER_COMMANDS = ("report", "compare")
 # Commands whose arguments are another program's.

@@ -14,6 +14,8 @@ from omegaconf import DictConfig
 
 from kvbridge.bridge import Bridge, bridge_bytes
 from kvbridge.cli.benching import bench_command as bench_command
+from kvbridge.cli.cascading import calibrate_policy_command as calibrate_policy_command
+from kvbridge.cli.cascading import cascade_command as cascade_command
 from kvbridge.cli.describe import print_results
 from kvbridge.cli.fitting import fit_map, maps_in
 from kvbridge.cli.planning import Chosen, check_cost, chosen, provisional, require_one_process, with_points

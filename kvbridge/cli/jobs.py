@@ -207,7 +207,7 @@ class Job:
     def __call__(self, config: DictConfig) -> None:
         from kvbridge.cli import commands
 
-        run = getattr(commands, f"{self.command}_command")
+        run = getattr(commands, f"{self.command.replace('-', '_')}_command")
         try:
             if self.sweep is None:
                 _refuse_unswept()

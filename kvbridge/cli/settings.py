@@ -72,6 +72,8 @@ class RootConfig:
     calibration: Any = MISSING
     eval: Any = MISSING
     bench: Any = MISSING
+    cascade: Any = MISSING
+    escalation: Any = MISSING
     experiment: Any = None
     out: str = MISSING
     moments: str | None = None
@@ -94,6 +96,8 @@ class Settings:
     calibration: Any
     eval: Any
     bench: Any
+    cascade: Any
+    escalation: Any
     out: Path
     moments: Path | None
     moments_store: Path | None
@@ -110,7 +114,7 @@ class Settings:
         Raises:
             UsageError: a setting was added that nothing reads, `out` is empty, or what the objects' own checks raise.
         """
-        names = ("pair", "mapper", "plan", "planner", "calibration", "eval", "bench")
+        names = ("pair", "mapper", "plan", "planner", "calibration", "eval", "bench", "cascade", "escalation")
         _refuse_additions("", config)
         if not config.out:
             raise UsageError("out is empty: give the folder of the run, out=DIR.")
@@ -211,9 +215,11 @@ def _thaw(node: DictConfig) -> None:
 def register() -> None:
     """Make the rooms' dataclasses known to Hydra as the schemas of their groups."""
     from kvbridge.calibration import CalibrationConfig
+    from kvbridge.cascade.config import CascadeConfig
     from kvbridge.eval import EvalConfig
     from kvbridge.eval.bench import BenchConfig
     from kvbridge.eval.candidates import PlannerConfig
+    from kvbridge.eval.escalation import EscalationConfig
     from kvbridge.eval.tracking import WandbConfig
     from kvbridge.mappers import available
 
@@ -226,6 +232,8 @@ def register() -> None:
         "calibration": CalibrationConfig,
         "eval": EvalConfig,
         "bench": BenchConfig,
+        "cascade": CascadeConfig,
+        "escalation": EscalationConfig,
     }
     for group, schema in groups.items():
         store.store(group=group, name="schema", node=_editable(schema))

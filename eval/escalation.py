@@ -1,0 +1,230 @@
+"""At which doubt should the target take over? Both answers to every task, and what each threshold would give.
+
+tasks    [ even: the threshold is chosen here | odd: what it gives is measured here ]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvbridge.bridge import Bridge
+from kvbridge.cascade import Above, Cascade, Progress, Result
+from kvbridge.cascade.config import CascadeConfig
+from kvbridge.cascade.policy_file import measure_named
+from kvbridge.cascade.scores import SCORES
+from kvbridge.errors import UsageError
+from kvbridge.eval.answer_tasks import AnswerTask, embedded_tasks, read_tasks
+from kvbridge.eval.partial import PartialResults
+from kvbridge.eval.statistics import mean_interval, resample
+from kvbridge.flops import CostedMap, ModelCost, handoff_flops
+from kvbridge.pair import EMBEDDED, ModelPair
+from kvbridge.plan import HandoffPlan
+
+
+@dataclass
+class EscalationConfig:
+    """Where a threshold of doubt is sought, and for what.
+
+    Attributes:
+        tasks: a file of JSON lines with `prompt` and `answer`, or `towns`, `recall` or `passkey` of the embedded pair.
+        count: how many tasks.
+        measure: of doubt: `first_token_entropy`, `first_token_margin` or `mean_surprise`.
+        rate: share of prompts that the target is to answer, at most.
+        accuracy: share of right answers to reach, with as few answers of the target as possible.
+        resamples: of tasks, for intervals.
+        seed: of generated tasks and of resampling.
+    """
+
+    tasks: str = "towns"
+    count: int = 200
+    measure: str = "first_token_entropy"
+    rate: float | None = None
+    accuracy: float | None = None
+    resamples: int = 2000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.measure not in SCORES:
+            raise UsageError(f"escalation.measure={self.measure}: expected one of {', '.join(SCORES)}.")
+        if self.count < 4 or self.resamples < 1 or self.seed < 0:
+            raise UsageError(
+                f"escalation.count={self.count}, resamples={self.resamples}, seed={self.seed}: expected at least 4 "
+                "tasks, 1 resample and a seed of 0."
+            )
+        for name in ("rate", "accuracy"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise UsageError(f"escalation.{name}={value}: give a share from 0 to 1.")
+
+    def open(self, pair: ModelPair) -> list[AnswerTask]:
+        """The tasks.
+
+        Raises:
+            UsageError: there are no such tasks, fewer than 4, or neither rate nor accuracy is asked for, or both are.
+        """
+        if (self.rate is None) == (self.accuracy is None):
+            raise UsageError("give escalation.rate=… or escalation.accuracy=…, one of the two.")
+        file = Path(self.tasks).expanduser()
+        is_embedded = pair.describe()["source"]["name"].startswith(EMBEDDED)
+        if file.is_file() or not is_embedded:
+            tasks = read_tasks(file)[: self.count]
+        else:
+            tasks = embedded_tasks(self.tasks, self.count, seed=self.seed)
+        if len(tasks) < 4:
+            raise UsageError(f"escalation.tasks={self.tasks} has {len(tasks)} tasks; give 4 or more.")
+        return tasks
+
+
+def target_flops(cost: ModelCost, plan: HandoffPlan, mapping: CostedMap | None, result: Result) -> int:
+    """Operations of the target for one answer: its reading of the prompt or the hand-off, and its own tokens."""
+    if result.handoff is None:
+        return 0
+    prompt = result.prompt_tokens + result.kept
+    if result.outcome == "applied":
+        read = sum(handoff_flops(cost, plan, prompt, mapping).values())
+    else:
+        read = cost.prefill(prompt)
+    # The last token is written and not read.
+    written = len(result.tokens) - result.kept - 1
+    return read + cost.read(0, written, prompt, cost.layers) + written * cost.head
+
+
+def answer_record(task: AnswerTask, result: Result, flops: int) -> dict[str, Any]:
+    """What is kept of one answer."""
+    return {
+        "right": task.right(result.text),
+        "outcome": result.outcome,
+        "flops": flops,
+        "first_token": result.seconds["first_token"],
+    }
+
+
+class _Doubt:
+    """A policy that never escalates and remembers what a measure says of each answer."""
+
+    def __init__(self, measure: Any) -> None:
+        self.measure, self.said = measure, math.nan
+
+    def decide(self, progress: Progress) -> bool | None:
+        doubt = self.measure.score(progress)
+        self.said = math.nan if doubt is None else doubt
+        return None if doubt is None else False
+
+
+def measure_tasks(
+    pair: ModelPair,
+    bridge: Bridge,
+    name: str,
+    plan: HandoffPlan,
+    tasks: list[AnswerTask],
+    config: EscalationConfig,
+    asked: CascadeConfig,
+    partial: Path,
+) -> list[dict[str, Any]]:
+    """Doubt, the source's answer and the target's answer after a hand-off, per task; resumable.
+
+    Raises:
+        UsageError: `partial` belongs to other settings.
+    """
+    cost, mapping = ModelCost.of(pair.target), bridge.map(name)
+    doubt = _Doubt(measure_named(config.measure, asked.tokens))
+    arms = {
+        "source": Cascade(pair, bridge, plan=plan, map=name, policy=doubt),
+        "target": Cascade(pair, bridge, plan=plan, map=name),
+    }
+    sampling = {field: getattr(asked, field) for field in ("max_new_tokens", "temperature", "top_p", "top_k")}
+    sampling |= {"repetition_penalty": asked.repetition_penalty, "stop": tuple(asked.stop), "seed": asked.seed}
+
+    def make(done: int) -> Iterator[dict[str, Any]]:
+        for task in tasks[done:]:
+            record: dict[str, Any] = {}
+            for arm, cascade in arms.items():
+                result = cascade.generate(task.prompt, task=task.task, **sampling)
+                record[arm] = answer_record(task, result, target_flops(cost, plan, mapping, result))
+            yield record | {"doubt": doubt.said}
+
+    identity = {
+        "bridge": bridge.fingerprint(),
+        "map": name,
+        "plan": plan.to_dict(),
+        "measure": [config.measure, asked.tokens],
+        "sampling": {**sampling, "stop": list(asked.stop)},
+        "tasks": [[task.prompt, task.answer] for task in tasks],
+    }
+    return PartialResults(partial, identity).finish(len(tasks), make, unit="task", desc="escalation")
+
+
+def at_threshold(records: list[dict[str, Any]], threshold: float) -> dict[str, np.ndarray]:
+    """What a threshold gives, one number per task: `escalated`, `right`, `flops` and `first_token`."""
+    escalated = np.array([record["doubt"] > threshold for record in records])
+    taken = [record["target" if up else "source"] for record, up in zip(records, escalated, strict=True)]
+    columns = {name: np.array([float(each[name]) for each in taken]) for name in ("right", "flops", "first_token")}
+    return {"escalated": escalated.astype(float)} | columns
+
+
+def curve(records: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """Means at every threshold that makes a difference, from no answer of the target to all."""
+    doubts = sorted({record["doubt"] for record in records}, reverse=True)
+    thresholds = [*doubts, float(np.nextafter(doubts[-1], -np.inf))]
+    return [
+        {"threshold": at} | {name: float(column.mean()) for name, column in at_threshold(records, at).items()}
+        for at in thresholds
+    ]
+
+
+def choose_threshold(records: list[dict[str, Any]], config: EscalationConfig) -> float:
+    """The threshold that reaches what is asked for on these records.
+
+    Raises:
+        UsageError: no threshold reaches the accuracy.
+    """
+    points = curve(records)
+    if config.rate is not None:
+        return max((p for p in points if p["escalated"] <= config.rate), key=lambda p: p["escalated"])["threshold"]
+    wanted = config.accuracy or 0.0
+    good = [point for point in points if point["right"] >= wanted]
+    if not good:
+        best = max(point["right"] for point in points)
+        raise UsageError(f"escalation.accuracy={wanted} is not reached; the best threshold gives {best:.3f}.")
+    return good[0]["threshold"]
+
+
+def calibrate_policy(
+    records: list[dict[str, Any]], config: EscalationConfig, tokens: int
+) -> tuple[Above, dict[str, Any]]:
+    """A threshold chosen on every other task, and what it gives on the rest.
+
+    Returns:
+        The policy, and its evidence: `chosen` on so many tasks, `checked` with means and intervals (share of the
+        target's answers, accuracy, target FLOPs), the same for the source and the target alone, and the `curve` of
+        all tasks.
+
+    Raises:
+        UsageError: no threshold reaches the accuracy, or a task has no doubt.
+    """
+    if any(not math.isfinite(record["doubt"]) for record in records):
+        raise UsageError(f"escalation.measure={config.measure} says nothing of some task; take another measure.")
+    chosen, checked = records[::2], records[1::2]
+    threshold = choose_threshold(chosen, config)
+    draws = resample(len(checked), config.resamples, config.seed)
+
+    def summary(at: float) -> dict[str, Any]:
+        columns = at_threshold(checked, at)
+        return {name: mean_interval(columns[name].tolist(), draws) for name in ("escalated", "right", "flops")}
+
+    lowest = min(record["doubt"] for record in records)
+    evidence = {
+        "asked": {"rate": config.rate, "accuracy": config.accuracy, "tasks": config.tasks},
+        "chosen_on": len(chosen),
+        "checked": summary(threshold),
+        "source_alone": summary(max(record["doubt"] for record in records)),
+        "target_always": summary(float(np.nextafter(lowest, -np.inf))),
+        "curve": curve(records),
+    }
+    return Above(measure_named(config.measure, tokens), threshold), evidence

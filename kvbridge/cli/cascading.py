@@ -1,0 +1,90 @@
+"""Commands that let a pair answer together."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from kvbridge.bridge import Bridge
+from kvbridge.cli.planning import chosen, require_one_process
+from kvbridge.cli.settings import Settings
+from kvbridge.errors import UsageError
+from kvbridge.fingerprint import digest
+
+
+def _prompts(path: str | None) -> Iterator[tuple[Any, str | None]]:
+    """What is to be answered, and what it is said to be.
+
+    Raises:
+        UsageError: there is no file, or a line is no prompt.
+    """
+    file = Path(path or "").expanduser()
+    if path is None or not file.is_file():
+        raise UsageError(f"cascade.prompts={path}: give a file with one prompt a line, or JSON lines with prompt.")
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        if not line.strip():
+            continue
+        if file.suffix != ".jsonl":
+            yield line, None
+            continue
+        try:
+            found = json.loads(line)
+            yield found["messages"] if "messages" in found else found["prompt"], found.get("task")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UsageError(f"{file}, line {number}: no JSON object with prompt or messages.") from error
+
+
+def cascade_command(config: DictConfig) -> None:
+    """Answer prompts: one JSON line each on standard output, and a summary on standard error."""
+    from kvbridge.cascade import Cascade, StateStore
+    from kvbridge.cascade.policy_file import policy_named
+
+    settings = Settings.of(config)
+    settings.refuse("moments")
+    require_one_process("cascade")
+    asked = settings.cascade
+    prompts = list(_prompts(asked.prompts))
+    pair = settings.pair.load()
+    policy = policy_named(asked.policy, asked.threshold, asked.tokens, pair)
+    bridge = Bridge.from_pretrained(settings.bridge_location(), pair=pair)
+    # Standard output is for answers alone.
+    with contextlib.redirect_stdout(sys.stderr):
+        choice = chosen(settings, pair, bridge)
+    states = StateStore(asked.store_bytes) if asked.store_bytes else None
+    cascade = Cascade(pair, bridge, plan=choice.plan, map=choice.map, policy=policy, draft=asked.draft, states=states)
+    sampling = asdict(asked.params())
+    for at, (prompt, task) in enumerate(prompts):
+        result = cascade.generate(prompt, task=task, **sampling | {"seed": asked.seed + at})
+        print(json.dumps({"prompt": at} | result.to_dict(), ensure_ascii=False), flush=True)
+    print(json.dumps(cascade.metrics.to_dict(), ensure_ascii=False), file=sys.stderr)
+
+
+def calibrate_policy_command(config: DictConfig) -> None:
+    """Find the threshold of a measure of doubt; writes OUT/policy.json, escalation.md and escalation.svg."""
+    from kvbridge.cascade.policy_file import save_policy
+    from kvbridge.eval.escalation import calibrate_policy, measure_tasks
+    from kvbridge.eval.escalation_figures import escalation_figure, escalation_table
+
+    settings = Settings.of(config)
+    settings.refuse("moments")
+    require_one_process("calibrate-policy")
+    pair, asked = settings.pair.load(), settings.escalation
+    tasks = asked.open(pair)
+    bridge = Bridge.from_pretrained(settings.bridge_location(), pair=pair)
+    choice = chosen(settings, pair, bridge)
+    partial = settings.out / f"escalation.{digest([asked.measure, settings.cascade.tokens])}.jsonl"
+    records = measure_tasks(pair, bridge, choice.map, choice.plan, tasks, asked, settings.cascade, partial)
+    policy, evidence = calibrate_policy(records, asked, settings.cascade.tokens)
+    evidence |= {"bridge": bridge.fingerprint(), "map": choice.map, "plan": choice.plan.to_dict()}
+    save_policy(settings.out / "policy.json", policy, pair.identity(), evidence)
+    table = escalation_table(evidence)
+    (settings.out / "escalation.md").write_text(table)
+    (settings.out / "escalation.svg").write_text(escalation_figure(evidence))
+    print(f"{table}\nthreshold {policy.threshold:.6g} of {asked.measure}: {settings.out / 'policy.json'}")
