@@ -33,6 +33,8 @@ class Cascade:
         states: keeps caches between requests; none by default.
 
     Attributes:
+        plan: of a hand-off.
+        mapping: the map as it is executed; `None` without a bridge.
         metrics: counts answers by route and hand-offs by outcome.
 
     Raises:
@@ -57,6 +59,7 @@ class Cascade:
             raise UsageError(f"draft={draft!r}: give keep or restart.")
         carrier = Carrier(pair, bridge, map, plan or HandoffPlan(), gate, states)
         self.pair, self.metrics = pair, Metrics()
+        self.plan, self.mapping = carrier.plan, carrier.mapping
         self._parts = Parts(carrier, policy or Always(), draft, self.metrics)
 
     def generate(self, prompt: Given, *, task: str | None = None, **sampling: Any) -> Result:
@@ -89,6 +92,19 @@ class Cascade:
             UsageError, CacheError: as `generate`.
         """
         return self.session().stream(prompt, task=task, **sampling)
+
+    def describe(self) -> dict[str, Any]:
+        """What decides its answers, beside the pair and the parameters of an answer, as JSON values."""
+        carrier = self._parts.carrier
+        bridge = carrier.bridge.fingerprint() if carrier.bridge is not None else None
+        return {
+            "bridge": bridge,
+            "map": carrier.name,
+            "plan": self.plan.to_dict(),
+            "policy": type(self._parts.policy).__name__,
+            "draft": self._parts.draft,
+            "gate": carrier.gate is not None,
+        }
 
     def session(self) -> Session:
         """Begin a conversation of many turns."""

@@ -7,24 +7,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvbridge.bridge import Bridge
 from kvbridge.cascade import Above, Cascade, Progress, Result
-from kvbridge.cascade.config import CascadeConfig
 from kvbridge.cascade.policy_file import measure_named
 from kvbridge.cascade.scores import SCORES
 from kvbridge.errors import UsageError
 from kvbridge.eval.answer_tasks import AnswerTask, embedded_tasks, read_tasks
 from kvbridge.eval.partial import PartialResults
 from kvbridge.eval.statistics import mean_interval, resample
-from kvbridge.flops import CostedMap, ModelCost, handoff_flops
+from kvbridge.fingerprint import digest
+from kvbridge.flops import ModelCost, handoff_flops
 from kvbridge.pair import EMBEDDED, ModelPair
-from kvbridge.plan import HandoffPlan
 
 
 @dataclass
@@ -81,34 +79,23 @@ class EscalationConfig:
         return tasks
 
 
-def target_flops(cost: ModelCost, plan: HandoffPlan, mapping: CostedMap | None, result: Result) -> int:
+def target_flops(cascade: Cascade, result: Result) -> int:
     """Operations of the target for one answer: its reading of the prompt or the hand-off, and its own tokens."""
     if result.handoff is None:
         return 0
-    prompt = result.prompt_tokens + result.kept
+    cost, prompt = ModelCost.of(cascade.pair.target), result.prompt_tokens + result.kept
+    read = cost.prefill(prompt)
     if result.outcome == "applied":
-        read = sum(handoff_flops(cost, plan, prompt, mapping).values())
-    else:
-        read = cost.prefill(prompt)
+        read = sum(handoff_flops(cost, cascade.plan, prompt, cascade.mapping).values())
     # The last token is written and not read.
     written = len(result.tokens) - result.kept - 1
     return read + cost.read(0, written, prompt, cost.layers) + written * cost.head
 
 
-def answer_record(task: AnswerTask, result: Result, flops: int) -> dict[str, Any]:
-    """What is kept of one answer."""
-    return {
-        "right": task.right(result.text),
-        "outcome": result.outcome,
-        "flops": flops,
-        "first_token": result.seconds["first_token"],
-    }
+class Doubt:
+    """A policy that never escalates and remembers what a measure says of the last answer."""
 
-
-class _Doubt:
-    """A policy that never escalates and remembers what a measure says of each answer."""
-
-    def __init__(self, measure: Any) -> None:
+    def __init__(self, measure: Score) -> None:
         self.measure, self.said = measure, math.nan
 
     def decide(self, progress: Progress) -> bool | None:
@@ -118,73 +105,81 @@ class _Doubt:
 
 
 def measure_tasks(
-    pair: ModelPair,
-    bridge: Bridge,
-    name: str,
-    plan: HandoffPlan,
-    tasks: list[AnswerTask],
-    config: EscalationConfig,
-    asked: CascadeConfig,
-    partial: Path,
+    arms: dict[str, Cascade], doubt: Doubt, tasks: list[AnswerTask], params: SamplingParams, partial: Path
 ) -> list[dict[str, Any]]:
-    """Doubt, the source's answer and the target's answer after a hand-off, per task; resumable.
+    """What every arm answers to every task; resumable.
+
+    Args:
+        arms: by name; `source` answers under `doubt`, and comes first.
+        doubt: policy of that arm.
+        tasks: that are asked.
+        params: of every answer.
+        partial: file that holds finished tasks while others are asked.
+
+    Returns:
+        One record per task: the `doubt`, and per arm whether it is `right`, its `outcome`, the target's `flops`, and
+        seconds to the `first_token`, of which `source` until the source had read the prompt.
 
     Raises:
         UsageError: `partial` belongs to other settings.
     """
-    cost, mapping = ModelCost.of(pair.target), bridge.map(name)
-    doubt = _Doubt(measure_named(config.measure, asked.tokens))
-    arms = {
-        "source": Cascade(pair, bridge, plan=plan, map=name, policy=doubt),
-        "target": Cascade(pair, bridge, plan=plan, map=name),
-    }
-    sampling = {field: getattr(asked, field) for field in ("max_new_tokens", "temperature", "top_p", "top_k")}
-    sampling |= {"repetition_penalty": asked.repetition_penalty, "stop": tuple(asked.stop), "seed": asked.seed}
+    sampling = asdict(params)
 
     def make(done: int) -> Iterator[dict[str, Any]]:
         for task in tasks[done:]:
-            record: dict[str, Any] = {}
-            for arm, cascade in arms.items():
-                result = cascade.generate(task.prompt, task=task.task, **sampling)
-                record[arm] = answer_record(task, result, target_flops(cost, plan, mapping, result))
-            yield record | {"doubt": doubt.said}
+            answers = {arm: each.generate(task.prompt, task=task.task, **sampling) for arm, each in arms.items()}
+            yield {"doubt": doubt.said} | {arm: _record(arms[arm], task, answers[arm]) for arm in arms}
 
     identity = {
-        "bridge": bridge.fingerprint(),
-        "map": name,
-        "plan": plan.to_dict(),
-        "measure": [config.measure, asked.tokens],
-        "sampling": {**sampling, "stop": list(asked.stop)},
-        "tasks": [[task.prompt, task.answer] for task in tasks],
+        "arms": {arm: each.describe() for arm, each in arms.items()},
+        "measure": repr(doubt.measure),
+        "sampling": {**sampling, "stop": list(params.stop)},
+        "tasks": digest([[task.prompt, task.answer] for task in tasks]),
     }
-    return PartialResults(partial, identity).finish(len(tasks), make, unit="task", desc="escalation")
+    return PartialResults(partial, identity).finish(len(tasks), make, unit="task", desc="tasks")
 
 
-def at_threshold(records: list[dict[str, Any]], threshold: float) -> dict[str, np.ndarray]:
-    """What a threshold gives, one number per task: `escalated`, `right`, `flops` and `first_token`."""
+def _record(cascade: Cascade, task: AnswerTask, result: Result) -> dict[str, Any]:
+    return {
+        "right": task.right(result.text),
+        "outcome": result.outcome,
+        "flops": target_flops(cascade, result),
+        "source": result.seconds["source"],
+        "first_token": result.seconds["first_token"],
+    }
+
+
+def at_threshold(records: list[dict[str, Any]], threshold: float, arm: str = "target") -> dict[str, np.ndarray]:
+    """What a threshold gives, one number per task: `escalated`, `right`, `flops` and `first_token`.
+
+    Args:
+        records: from `measure_tasks`.
+        threshold: of doubt, above which `arm` answers, and the source elsewhere.
+        arm: name of one of the arms.
+    """
     escalated = np.array([record["doubt"] > threshold for record in records])
-    taken = [record["target" if up else "source"] for record, up in zip(records, escalated, strict=True)]
+    taken = [record[arm if up else "source"] for record, up in zip(records, escalated, strict=True)]
     columns = {name: np.array([float(each[name]) for each in taken]) for name in ("right", "flops", "first_token")}
     return {"escalated": escalated.astype(float)} | columns
 
 
-def curve(records: list[dict[str, Any]]) -> list[dict[str, float]]:
+def curve(records: list[dict[str, Any]], arm: str = "target") -> list[dict[str, float]]:
     """Means at every threshold that makes a difference, from no answer of the target to all."""
     doubts = sorted({record["doubt"] for record in records}, reverse=True)
     thresholds = [*doubts, float(np.nextafter(doubts[-1], -np.inf))]
     return [
-        {"threshold": at} | {name: float(column.mean()) for name, column in at_threshold(records, at).items()}
+        {"threshold": at} | {name: float(column.mean()) for name, column in at_threshold(records, at, arm).items()}
         for at in thresholds
     ]
 
 
-def choose_threshold(records: list[dict[str, Any]], config: EscalationConfig) -> float:
-    """The threshold that reaches what is asked for on these records.
+def choose_threshold(records: list[dict[str, Any]], config: EscalationConfig, arm: str = "target") -> float:
+    """The threshold above which `arm` answers, so that what is asked for is reached on these records.
 
     Raises:
         UsageError: no threshold reaches the accuracy.
     """
-    points = curve(records)
+    points = curve(records, arm)
     if config.rate is not None:
         return max((p for p in points if p["escalated"] <= config.rate), key=lambda p: p["escalated"])["threshold"]
     wanted = config.accuracy or 0.0

@@ -6,18 +6,15 @@ from typing import Any
 
 from kvbridge.eval.figures import standalone, svg_figure
 
+NAMES = {"source_alone": "source alone", "checked": "chosen threshold", "target_always": "target always"}
+
 
 def escalation_figure(evidence: dict[str, Any]) -> str:
     """Accuracy over the target's mean operations per answer, all thresholds, the chosen one marked."""
     points = evidence["curve"]
     with svg_figure("escalation", 5.2, 3.2) as (_, (axes,), made):
         axes.plot([p["flops"] / 1e9 for p in points], [p["right"] for p in points], color="#2f81f7", linewidth=1.5)
-        marks = (
-            ("source_alone", "o", "source alone"),
-            ("target_always", "s", "target always"),
-            ("checked", "D", "chosen"),
-        )
-        for name, marker, label in marks:
+        for (name, label), marker in zip(NAMES.items(), "oDs", strict=True):
             at = evidence[name]
             low, high = at["right"]["ci95"]
             mean = at["right"]["mean"]
@@ -38,11 +35,7 @@ def escalation_figure(evidence: dict[str, Any]) -> str:
 def escalation_table(evidence: dict[str, Any]) -> str:
     """The same in Markdown: source alone, the chosen threshold, the target always."""
     rows = ["| | target answers | right | target GFLOPs per answer |", "|---|---|---|---|"]
-    for name, label in (
-        ("source_alone", "source alone"),
-        ("checked", "chosen threshold"),
-        ("target_always", "target always"),
-    ):
+    for name, label in NAMES.items():
         at = evidence[name]
         low, high = at["right"]["ci95"]
         rows.append(

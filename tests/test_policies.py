@@ -65,7 +65,7 @@ def test_rules_of_length_and_task() -> None:
     assert [sums.decide(progress(task=task)) for task in ("sums", "letters", None)] == [True, False, False]
 
 
-@pytest.mark.parametrize(("a", "b"), product((True, False, None), repeat=2))
+@pytest.mark.parametrize(("a", "b"), list(product((True, False, None), repeat=2)))
 def test_rules_are_put_together(a: bool | None, b: bool | None) -> None:
     """As in logic of three values: what cannot be told matters only where it decides."""
     told = [value for value in (a, b) if value is not None]

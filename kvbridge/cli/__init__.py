@@ -20,8 +20,7 @@ commands
               (--sizes: how large a calibration and its map will be, before any model is loaded)
   bench       time a bridge's hand-off beside the prefill that it replaces; writes OUT/bench
   cascade     answer prompts with both models, the large one going on from the small one's cache
-  calibrate-policy
-              find the doubt at which the large model should take over
+  calibrate-policy  find the doubt at which the large model should take over
   report      make the report of a finished run, or one of a sweep and several runs: kvbridge report DIR …
   compare     say which of two runs is better, document by document: kvbridge compare A B [--json]
   lm-eval     lm-eval's own command line with the model `kvbridge`: kvbridge lm-eval --model kvbridge …

@@ -68,8 +68,9 @@ def cascade_command(config: DictConfig) -> None:
 
 def calibrate_policy_command(config: DictConfig) -> None:
     """Find the threshold of a measure of doubt; writes OUT/policy.json, escalation.md and escalation.svg."""
-    from kvbridge.cascade.policy_file import save_policy
-    from kvbridge.eval.escalation import calibrate_policy, measure_tasks
+    from kvbridge.cascade import Cascade
+    from kvbridge.cascade.policy_file import measure_named, save_policy
+    from kvbridge.eval.escalation import Doubt, calibrate_policy, measure_tasks
     from kvbridge.eval.escalation_figures import escalation_figure, escalation_table
 
     settings = Settings.of(config)
@@ -79,8 +80,11 @@ def calibrate_policy_command(config: DictConfig) -> None:
     tasks = asked.open(pair)
     bridge = Bridge.from_pretrained(settings.bridge_location(), pair=pair)
     choice = chosen(settings, pair, bridge)
-    partial = settings.out / f"escalation.{digest([asked.measure, settings.cascade.tokens])}.jsonl"
-    records = measure_tasks(pair, bridge, choice.map, choice.plan, tasks, asked, settings.cascade, partial)
+    doubt = Doubt(measure_named(asked.measure, settings.cascade.tokens))
+    shared: dict[str, Any] = {"plan": choice.plan, "map": choice.map}
+    arms = {"source": Cascade(pair, bridge, policy=doubt, **shared), "target": Cascade(pair, bridge, **shared)}
+    partial = settings.out / f"escalation.{digest(repr(doubt.measure))}.jsonl"
+    records = measure_tasks(arms, doubt, tasks, settings.cascade.params(), partial)
     policy, evidence = calibrate_policy(records, asked, settings.cascade.tokens)
     evidence |= {"bridge": bridge.fingerprint(), "map": choice.map, "plan": choice.plan.to_dict()}
     save_policy(settings.out / "policy.json", policy, pair.identity(), evidence)

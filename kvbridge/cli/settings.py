@@ -121,6 +121,8 @@ class Settings:
         groups: dict[str, Any] = {name: OmegaConf.to_object(config[name]) for name in names}
         plain: Any = OmegaConf.to_container(config, resolve=True)
         groups["mapper"], groups[RESIDUAL] = separated(groups["mapper"])
+        # Neither changes what a run leaves.
+        del plain["cascade"], plain["escalation"]
         plain["mapper"] = {"name": groups["mapper"].name} | plain["mapper"]
         if not groups[RESIDUAL].wanted:
             # How a branch would have been trained decides nothing where there is none.
