@@ -13,7 +13,7 @@ from kvbridge.cascade.prompts import Given
 from kvbridge.cascade.result import Result
 from kvbridge.cascade.session import Session, sampling_params
 from kvbridge.cascade.store import StateStore
-from kvbridge.cascade.turn import Draft, Parts, Turn
+from kvbridge.cascade.turn import Parts, Turn
 from kvbridge.errors import UsageError
 from kvbridge.pair import ModelPair
 from kvbridge.plan import HandoffPlan
@@ -51,7 +51,7 @@ class Cascade:
         plan: HandoffPlan | None = None,
         map: str | None = None,
         policy: Policy | None = None,
-        draft: Draft = "keep",
+        draft: str = "keep",
         gate: Gate | None = None,
         states: StateStore | None = None,
     ) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -30,8 +29,6 @@ from kvbridge.cascade.store import ExactKey
 from kvbridge.cascade.writing import Writing
 from kvbridge.errors import CacheError, UsageError
 
-Draft = Literal["keep", "restart"]
-
 
 @dataclass(frozen=True, slots=True)
 class Parts:
@@ -40,13 +37,13 @@ class Parts:
     Attributes:
         carrier: hands conversations over.
         policy: decides which model answers.
-        draft: what becomes of the source's draft at a hand-off: the target goes on from it, or starts anew.
+        draft: what becomes of the source's draft at a hand-off: `keep` it, and go on from it, or `restart`.
         metrics: counts answers.
     """
 
     carrier: Carrier
     policy: Policy
-    draft: Draft
+    draft: str
     metrics: Metrics
 
 
@@ -83,6 +80,8 @@ class Turn:
         self.vocabulary = min(model.model.config.vocab_size for model in (source.model, target.model))
         self._start, self._seconds = 0.0, dict[str, float]()
         self._text, self._drafted, self._kept = "", 0, 0
+        # The source's logits after the prompt, while nothing follows it.
+        self._following: Float[Tensor, "V"] | None = None
         self._report: HandoffReport | None = None
         self._result: Result | None = None
 
@@ -154,8 +153,10 @@ class Turn:
             return
         if writing.drafted:
             yield from writing.commit(writing.drafted)
+        logits = self._following
         while writing.finish is None:
-            yield from self._commit(self.source.read(self._written))
+            yield from self._commit(self.source.read(self._written) if logits is None else logits)
+            logits = None
 
     @property
     def _carrier(self) -> Carrier:
@@ -182,6 +183,7 @@ class Turn:
             self._drafted += 1
             progress.finished = not writing.may_draft
             decision = self.parts.policy.decide(progress)
+        self._following = None if writing.drafted else logits
         return bool(decision)
 
     def _hand_over(self) -> Iterator[Event]:

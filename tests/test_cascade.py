@@ -170,13 +170,13 @@ def test_a_prompt_beyond_the_source_is_read(native: list[int]) -> None:
     assert (result.source_read, list(result.tokens)) == (0, native)
 
 
-@pytest.mark.parametrize("bias", [float("inf"), float("nan"), 1e39])
+@pytest.mark.parametrize("bias", [float("inf"), float("nan"), 3e38])
 def test_an_unusable_map_falls_back_to_the_targets_own_answer(pair: ModelPair, native: list[int], bias: float) -> None:
     asked = cascade(pair, bridge=twin_bridge(pair, bias=bias))
     result = asked.generate(PROMPT, max_new_tokens=NEW)
     assert (result.outcome, list(result.tokens)) == ("fallback_reprefill", native)
     assert result.handoff is not None
-    assert "NaN or infinite" in result.handoff.reason
+    assert "NaN" in result.handoff.reason
     assert asked.metrics.to_dict()["handoffs"] == {"applied": 0, "fallback_reprefill": 1, "unsupported": 0}
 
 

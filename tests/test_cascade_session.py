@@ -77,10 +77,9 @@ def test_an_unfinished_answer_blocks_the_session(pair: ModelPair) -> None:
 
 
 @pytest.fixture
-def chat(monkeypatch: pytest.MonkeyPatch) -> ModelPair:
+def chat() -> ModelPair:
     pair = twin_pair()
-    monkeypatch.setattr(pair.tokenizer, "chat_template", CHAT)
-    monkeypatch.setattr(pair.tokenizer, "eos_token", "</s>")
+    pair.tokenizer.chat_template, pair.tokenizer.eos_token = CHAT, "</s>"
     return pair
 
 
