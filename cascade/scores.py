@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -86,7 +87,7 @@ class MeanSurprise:
         return -sum(drafted) / max(len(drafted), 1)
 
 
-SCORES: dict[str, type[Score]] = {
+SCORES: dict[str, Callable[..., Score]] = {
     "first_token_entropy": FirstTokenEntropy,
     "first_token_margin": FirstTokenMargin,
     "mean_surprise": MeanSurprise,

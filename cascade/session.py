@@ -93,6 +93,6 @@ def sampling_params(given: dict[str, Any]) -> SamplingParams:
     unknown = sorted(given.keys() - SamplingParams.__dataclass_fields__.keys())
     if unknown:
         raise UsageError(f"{unknown[0]} is no setting; expected {', '.join(SamplingParams.__dataclass_fields__)}.")
-    if isinstance(given.get("stop"), str):
-        given = given | {"stop": (given["stop"],)}
-    return SamplingParams(**given | ({"stop": tuple(given["stop"])} if "stop" in given else {}))
+    stop = given.get("stop", ())
+    whole: dict[str, Any] = given | {"stop": (stop,) if isinstance(stop, str) else tuple(stop)}
+    return SamplingParams(**whole)
