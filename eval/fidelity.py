@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvbridge.cascade.text import end_tokens
 from kvbridge.errors import UsageError
 from kvbridge.eval.arms import Arm, Context, Reading, read_context, read_prompt, strip_prompt
 from kvbridge.eval.config import EvalConfig
@@ -31,16 +32,7 @@ METRIC_NAMES = {
 }
 
 
-def end_tokens(pair: ModelPair) -> set[int]:
-    """Tokens at which the target ends a text."""
-    ends = getattr(pair.target.model.generation_config, "eos_token_id", None)
-    if ends is None:
-        ends = pair.tokenizer.eos_token_id
-    listed = ends if isinstance(ends, list) else [ends]
-    return {int(end) for end in listed if end is not None}
-
-
-def rollout_length(tokens: Int[Tensor, "1 T"], ends: set[int]) -> int:
+def rollout_length(tokens: Int[Tensor, "1 T"], ends: Set[int]) -> int:
     """Positions of a greedy rollout that count: up to and with the first end-of-sequence token."""
     listed = tokens[0].tolist()
     return next((at + 1 for at, token in enumerate(listed) if token in ends), len(listed))
@@ -134,7 +126,7 @@ def evaluate(
         raise UsageError(
             f"prompts of {' and '.join(map(str, lengths))} tokens; all documents must be handed off at one length."
         )
-    ends = end_tokens(pair)
+    ends = end_tokens(pair.target.model, pair.tokenizer)
 
     def make(done: int) -> Iterator[dict[str, Any]]:
         contexts = _contexts(pair, documents, done) if done < len(documents) else ()

@@ -29,9 +29,9 @@ from tqdm.auto import tqdm
 from kvbridge import compat
 from kvbridge.assembly import hand_off
 from kvbridge.bridge import Bridge
+from kvbridge.cascade.text import end_tokens
 from kvbridge.errors import UsageError
 from kvbridge.eval.arms import Reading, read_prompt
-from kvbridge.eval.fidelity import end_tokens
 from kvbridge.eval.retention import ARMS
 from kvbridge.eval.sampling import Sampling
 from kvbridge.forms import Map
@@ -276,7 +276,7 @@ class PairLM(TemplateLM):
         limit = settings.pop("max_gen_toks")
         stops = handle_stop_sequences(settings.pop("until"), eos=self.tokenizer.decode([self.eot_token_id]))
         stops = [stop for stop in stops if stop]
-        sampling, ends = Sampling.of(settings), end_tokens(self.pair)
+        sampling, ends = Sampling.of(settings), end_tokens(self.pair.target.model, self.pair.tokenizer)
         window = max((len(stop.encode()) for stop in stops), default=0) + SPARE
         cache = compat.copy_cache(reading.cache, reading.model.model)
         logits, tokens = reading.logits, list[int]()

@@ -1,18 +1,15 @@
-"""Hand-offs whose drafts are as good as a test wants them, what a target writes by itself, and what a stream shows."""
+"""Hand-offs whose drafts are as good as a test wants them, and what a stream of events shows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from kvbridge.assembly import Handoff, assemble
 from kvbridge.cascade.events import Event
-from kvbridge.cascade.sampling import SamplingParams
 from kvbridge.model import KVModel
 from kvbridge.native import exact_states
 from kvbridge.plan import HandoffPlan
@@ -27,23 +24,6 @@ def noisy_handoff(target: KVModel, input_ids: Tensor, noise: float, plan: Handof
         for name in ("keys", "values")
     }
     return assemble(target, plan, input_ids, replace(states, **spoilt))
-
-
-def own_tokens(
-    target: KVModel, input_ids: Tensor, params: SamplingParams, tokenizer: PreTrainedTokenizerBase
-) -> list[int]:
-    """What `generate` writes greedily after a prompt."""
-    given: dict[str, Any] = {"stop_strings": list(params.stop), "tokenizer": tokenizer} if params.stop else {}
-    output = target.model.generate(
-        input_ids,
-        attention_mask=torch.ones_like(input_ids),
-        max_new_tokens=params.max_new_tokens,
-        repetition_penalty=params.repetition_penalty,
-        do_sample=False,
-        pad_token_id=0,
-        **given,
-    )
-    return output[0, input_ids.shape[1] :].tolist()
 
 
 def committed(events: Iterable[Event]) -> tuple[list[int], str]:

@@ -13,9 +13,10 @@ from kvbridge.cascade.exact import DraftSchedule, exact_events, generate_exact
 from kvbridge.cascade.sampling import SamplingParams, process_logits
 from kvbridge.cascade.speculative import SourceDrafter
 from kvbridge.errors import CacheError, UsageError
+from kvbridge.eval.exactness import first_difference, own_tokens
 from kvbridge.model import KVModel
-from kvbridge.pair import ModelPair
-from made_handoffs import committed, noisy_handoff, own_tokens
+from kvbridge.pair import ModelPair, load_pair
+from made_handoffs import committed, noisy_handoff
 from tiny_models import kv_model, random_ids, relative_error, tiny_model
 from tiny_pair import byte_tokenizer, tiny_pair
 
@@ -115,6 +116,33 @@ def test_the_source_may_draft_what_follows(pair: ModelPair) -> None:
         )
         assert written.tokens == own_tokens(pair.target, prompt, params, TOKENIZER)
         assert (written.ending.source.rate == 1) == right
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_text_of_the_embedded_pair_differs_at_near_ties_only(dtype: str) -> None:
+    pair, params = load_pair("embedded", dtype=dtype), SamplingParams(max_new_tokens=12)
+    for seed in range(3):
+        prompt = torch.randint(10, 400, (1, 40), generator=torch.Generator().manual_seed(seed))
+        handoff = noisy_handoff(pair.target, prompt, 0.5)
+        written = generate_exact(
+            pair.target, handoff, prompt, params, tokenizer=pair.tokenizer, schedule=DraftSchedule(16)
+        )
+        own = own_tokens(pair.target, prompt, params, pair.tokenizer)
+        difference = first_difference(pair.target, prompt, written.tokens, own)
+        assert difference is None or (difference.near_tie and dtype == "bfloat16")
+
+
+def test_a_wrong_token_is_no_near_tie(pair: ModelPair) -> None:
+    prompt = random_ids(20)
+    own = own_tokens(pair.target, prompt, SamplingParams(max_new_tokens=6), pair.tokenizer)
+    assert first_difference(pair.target, prompt, own, own) is None
+    assert first_difference(pair.target, prompt, own[:4], own) is None
+    wrong = first_difference(pair.target, prompt, [*own[:3], (own[3] + 1) % 250], own)
+    assert wrong is not None
+    assert (wrong.at, wrong.near_tie) == (3, False)
+    assert wrong.gap > 100 * wrong.noise > 0
+    with pytest.raises(UsageError, match="only greedy"):
+        own_tokens(pair.target, prompt, SamplingParams(temperature=1.0), pair.tokenizer)
 
 
 def _joint_distribution(target: KVModel, prompt: Tensor, params: SamplingParams) -> Tensor:
