@@ -80,7 +80,10 @@ def _draft_steps(
         if not writing.may_draft:
             return
         logits = mapped.read(draft.tokens[-1:])[0] if draft.tokens else handoff.logits[0]
-        yield writing.draft(draft.add(logits, writing))
+        token = draft.add(logits, writing)
+        if token is None:
+            return
+        yield writing.draft(token)
 
 
 def exact_events(

@@ -59,12 +59,19 @@ class SourceDrafter:
             )
 
     def draft(self, writing: Writing) -> Draft:
-        """Tokens that may follow the committed ones; one fewer than there is room for, since the target adds one."""
+        """Tokens that may follow the committed ones; one fewer than there is room for, since the target adds one.
+
+        A text with a token that the source does not know is beyond it: nothing is drafted.
+        """
         self.follow(writing.committed)
         draft, unread = Draft(), writing.committed[len(self._read) :]
+        if max(unread) >= self.reader.model.model.config.vocab_size:
+            return draft
         for _ in range(min(self.length, writing.room - 1)):
-            draft.add(self._step(unread), writing)
-            unread = draft.tokens[-1:]
+            token = draft.add(self._step(unread), writing)
+            if token is None:
+                break
+            unread = [token]
         return draft
 
     def follow(self, committed: list[int]) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvbridge.cascade.sampling import draw
 from kvbridge.cascade.writing import Writing
@@ -32,8 +33,15 @@ class Draft:
     tokens: list[int] = field(default_factory=list)
     distributions: list[Float[Tensor, "V"]] = field(default_factory=list)
 
-    def add(self, logits: Float[Tensor, "V"], writing: Writing) -> int:
-        """Draw one more token from the drafting model's logits."""
+    def add(self, logits: Float[Tensor, "V"], writing: Writing) -> int | None:
+        """Draw one more token from the drafting model's logits, of those that the target knows.
+
+        Returns:
+            The token, or `None` where the logits are no distribution: a broken cache drafts nothing.
+        """
+        logits = logits[: writing.vocabulary].float()
+        if not logits.logsumexp(dim=-1).isfinite():
+            return None
         distribution = writing.distribution(logits, self.tokens)
         token = draw(distribution, writing.generator)
         self.tokens.append(token)
@@ -75,7 +83,7 @@ def verify(logits: Float[Tensor, "K V"], draft: Draft, writing: Writing) -> list
     """
     for at, (token, q) in enumerate(zip(draft.tokens, draft.distributions, strict=True)):
         p = writing.distribution(logits[at], draft.tokens[:at])
-        q = q.to(p.device)
+        q = pad(q.to(p.device), (0, len(p) - len(q)))
         level = float(torch.rand((), generator=writing.generator, dtype=torch.float64))
         if level * float(q[token]) < float(p[token]):
             continue

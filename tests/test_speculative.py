@@ -16,6 +16,7 @@ from kvbridge.cascade.speculative import SourceDrafter, speculative_events
 from kvbridge.cascade.verify import Draft, Tally, verify
 from kvbridge.cascade.writing import Writing
 from kvbridge.errors import CacheError, UsageError
+from kvbridge.eval.exactness import own_tokens
 from kvbridge.pair import ModelPair
 from made_handoffs import committed, noisy_handoff
 from tiny_models import kv_model, random_ids, relative_error
@@ -129,6 +130,34 @@ def test_tokens_that_the_verifier_rules_out_are_never_kept() -> None:
     first, drafted = _verified_first(p, q, 50)
     assert set(drafted) == {0}
     assert set(first) == {1, 2}
+
+
+@pytest.mark.parametrize("size", [40, 300])
+def test_the_source_may_know_other_tokens_than_the_target(size: int) -> None:
+    target = kv_model(seed=2)
+    source = kv_model(seed=2, vocab_size=size) if size > 128 else kv_model(vocab_size=size)
+    params = SamplingParams(max_new_tokens=12, repetition_penalty=1.2)
+    prompt, tokenizer = random_ids(20) % 37, byte_tokenizer()
+    expected = own_tokens(target, prompt, params, tokenizer)
+    drafter = SourceDrafter(source, source.read(prompt))
+    handoff = noisy_handoff(target, prompt, 0.0)
+    written, tally = _finish(speculative_events(target, handoff, prompt, params, drafter, tokenizer=tokenizer))
+    assert written == expected
+    assert max(expected) >= 40
+    assert tally.drafted > 0 or size == 40
+
+
+def test_a_source_whose_cache_is_broken_drafts_nothing(pair: ModelPair) -> None:
+    prompt, params = random_ids(20), SamplingParams(max_new_tokens=8)
+    cache = pair.source.read(prompt)
+    cache.layers[0].values.fill_(float("nan"))
+    handoff = noisy_handoff(pair.target, prompt, 0.0)
+    events = speculative_events(
+        pair.target, handoff, prompt, params, SourceDrafter(pair.source, cache), tokenizer=pair.tokenizer
+    )
+    written, tally = _finish(events)
+    assert written == own_tokens(pair.target, prompt, params, pair.tokenizer)
+    assert tally.drafted == 0
 
 
 def test_what_does_not_fit_is_refused(pair: ModelPair) -> None:
