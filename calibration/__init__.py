@@ -5,6 +5,7 @@ from kvbridge.calibration.collect import calibrate
 from kvbridge.calibration.config import CalibrationConfig
 from kvbridge.calibration.corpus import Corpus, CorpusConfig, open_corpus
 from kvbridge.calibration.moments import Moments
+from kvbridge.calibration.novelty import fit_novelty
 from kvbridge.calibration.products import MomentBlock, joint_blocks
 from kvbridge.calibration.shapes import ModelShape, model_shape
 from kvbridge.calibration.sizes import CalibrationSizes, SizeSettings, calibration_sizes, sizes_table
@@ -26,6 +27,7 @@ __all__ = [
     "calibrate",
     "calibrate_once",
     "calibration_sizes",
+    "fit_novelty",
     "joint_blocks",
     "model_shape",
     "moments_folder",

@@ -1,5 +1,8 @@
 """Runtime, escalation policies, gate and fallback, sessions, server, engine connector."""
 
+from kvbridge.cascade.gate import Gate, GateLimits, GateReading
+from kvbridge.cascade.guard import Guarded, guarded_hand_off, reread
+from kvbridge.cascade.outcome import APPLIED, FALLBACK, OUTCOMES, UNSUPPORTED, Outcome
 from kvbridge.cascade.policies import Above, AllOf, Always, AnyOf, Custom, LongPrompt, Never, OfTask, Policy, Rule
 from kvbridge.cascade.result import HandoffReport, Result
 from kvbridge.cascade.runtime import Cascade
@@ -9,6 +12,10 @@ from kvbridge.cascade.session import Session
 from kvbridge.cascade.store import StateStore
 
 __all__ = [
+    "APPLIED",
+    "FALLBACK",
+    "OUTCOMES",
+    "UNSUPPORTED",
     "Above",
     "AllOf",
     "Always",
@@ -17,11 +24,16 @@ __all__ = [
     "Custom",
     "FirstTokenEntropy",
     "FirstTokenMargin",
+    "Gate",
+    "GateLimits",
+    "GateReading",
+    "Guarded",
     "HandoffReport",
     "LongPrompt",
     "MeanSurprise",
     "Never",
     "OfTask",
+    "Outcome",
     "Policy",
     "Progress",
     "Result",
@@ -29,4 +41,6 @@ __all__ = [
     "SamplingParams",
     "Session",
     "StateStore",
+    "guarded_hand_off",
+    "reread",
 ]

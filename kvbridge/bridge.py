@@ -25,9 +25,10 @@ from kvbridge.errors import ArtifactError, UsageError
 from kvbridge.fingerprint import digest
 from kvbridge.forms import branches_of
 from kvbridge.layout import BridgeMap, exact_tensors, pack, unpack
+from kvbridge.novelty import PREFIX, Novelty, read_novelty
 from kvbridge.pair import ModelPair
 from kvbridge.storage import pack_weights, storage_dtype
-from kvbridge.structure import require_points
+from kvbridge.structure import require_gates, require_points
 
 CARD_TEMPLATE = """---
 library_name: kvbridge
@@ -67,6 +68,9 @@ class Bridge:
         points: what maps under plans were measured to cost and to reach, one JSON object each: `map`, `plan`, `share`
             of prefill FLOPs, `kl`, `kl_first`, `source_kl`, `gap_recovered`, `documents`, and `text`, the fingerprint
             of what they were measured on.
+        novelty: how far a source cache lies from the text of the fit, where the moments allowed to say.
+        gates: limits from which on a hand-off is refused, one JSON object for each map and plan they were calibrated
+            for, as `kvbridge.cascade.GateLimits` reads them.
     """
 
     maps: dict[str, BridgeMap]
@@ -74,6 +78,8 @@ class Bridge:
     pair: dict[str, Any]
     calibration: dict[str, Any] = field(default_factory=dict)
     points: list[dict[str, Any]] = field(default_factory=list)
+    novelty: Novelty | None = None
+    gates: list[dict[str, Any]] = field(default_factory=list)
 
     def map(self, name: str | None = None) -> BridgeMap:
         """The map called `name`, or the only one.
@@ -136,6 +142,9 @@ class Bridge:
         tensors = pack_weights(tensors, exact_tensors(self.maps)) if whole else tensors
         layers = self.pair["target"]["geometry"]["layers"]
         require_points(self.points, list(self.maps), layers, "this bridge")
+        require_gates(self.gates, list(self.maps), layers, "this bridge")
+        novelty = self.novelty.options() if self.novelty else None
+        tensors |= self.novelty.tensors() if self.novelty else {}
         config = {
             "kvbridge_version": version("kvbridge"),
             "identity": self.identity,
@@ -143,30 +152,32 @@ class Bridge:
             "maps": described,
             "calibration": self.calibration,
             "points": self.points,
+            "novelty": novelty,
+            "gates": self.gates,
             "storage": str(stored).removeprefix("torch."),
         }
         write_folder(Path(folder), config, tensors, self._card())
 
     def with_map(self, name: str, added: BridgeMap) -> Bridge:
-        """The same bridge with another map; points of one that it replaces are left out."""
-        points = [point for point in self.points if point["map"] != name]
-        return replace(self, maps=self.maps | {name: added}, points=points)
+        """The same bridge with another map; points and gates of one that it replaces are left out."""
+        points, gates = ([each for each in listed if each["map"] != name] for listed in (self.points, self.gates))
+        return replace(self, maps=self.maps | {name: added}, points=points, gates=gates)
 
     def save_points(self, folder: str | Path) -> None:
-        """Write the points into the folder that this bridge was loaded from; weights and card stay as they are.
+        """Write points and gates into the folder that this bridge was loaded from; weights and card stay as they are.
 
         Raises:
             ArtifactError: the folder is damaged, or holds another bridge by now.
         """
         place = Path(folder)
-        config, tensors = read_folder(place)
-        stored = replace(self, maps=unpack(config, tensors, place), identity=config["identity"])
+        config, maps, _ = _contents(place)
+        stored = replace(self, maps=maps, identity=config["identity"])
         if stored.fingerprint() != self.fingerprint():
             raise ArtifactError(f"{folder} holds another bridge than the one that was measured; measure again.")
         if config["format_version"] < FORMAT_VERSION:
             self.save_pretrained(place)
         else:
-            rewrite_config(place, {"points": self.points})
+            rewrite_config(place, {"points": self.points, "gates": self.gates})
 
     @classmethod
     def from_pretrained(
@@ -186,10 +197,10 @@ class Bridge:
         folder = Path(location).expanduser()
         if not folder.is_dir():
             folder = _download(str(location), revision)
-        config, tensors = read_folder(folder)
-        maps = unpack(config, tensors, folder)
+        config, maps, novelty = _contents(folder)
         parts = {name: config[name] for name in ("identity", "pair", "calibration")}
-        bridge = cls(maps, **parts, points=config.get("points", []))
+        measured = {name: config.get(name, []) for name in ("points", "gates")}
+        bridge = cls(maps, **parts, **measured, novelty=novelty)
         if pair is not None:
             bridge.require_pair(pair)
         return bridge
@@ -232,6 +243,14 @@ class Bridge:
             source_fingerprint=self.identity["source"],
             target_fingerprint=self.identity["target"],
         )
+
+
+def _contents(folder: Path) -> tuple[dict[str, Any], dict[str, BridgeMap], Novelty | None]:
+    """Config, maps and novelty factor of a bridge folder, completely verified."""
+    config, tensors = read_folder(folder)
+    aside = {name: tensors.pop(name) for name in sorted(tensors) if name.startswith(PREFIX)}
+    maps = unpack(config, tensors, folder)
+    return config, maps, read_novelty(config, aside, folder)
 
 
 def _points_table(points: list[dict[str, Any]]) -> str:

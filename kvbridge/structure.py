@@ -56,7 +56,26 @@ POINT: dict[str, Any] = {
     "documents": int,
     "text": str,
 }
-STRUCTURE: dict[str, Any] = _PAIR | {"maps": {"*": {"forms": [{"form": str}], **_FIT}}, "points": [POINT]}
+# From which scores on hand-offs of one map and plan are refused, and on what these limits were calibrated.
+GATE: dict[str, Any] = {
+    "map": str,
+    "plan": POINT["plan"],
+    "novelty": _NUMBER,
+    "tail": _NUMBER,
+    "kl_limit": _NUMBER,
+    "share": _NUMBER,
+    "confidence": _NUMBER,
+    "documents": int,
+    "applied": int,
+    "bad": int,
+    "text": str,
+}
+STRUCTURE: dict[str, Any] = _PAIR | {
+    "maps": {"*": {"forms": [{"form": str}], **_FIT}},
+    "points": [POINT],
+    "novelty?": ({"first_positions": int}, _NONE),
+    "gates?": [GATE],
+}
 # Before a bridge could hold several maps.
 STRUCTURE_1: dict[str, Any] = _PAIR | {"forms": dict.fromkeys(KINDS, str)} | _FIT
 
@@ -105,10 +124,33 @@ def require_points(points: Any, maps: list[str], layers: int, place: str) -> Non
         ArtifactError: naming the point.
     """
     require_structure(points, [POINT], place)
-    for at, point in enumerate(points):
-        if point["map"] not in maps:
-            raise ArtifactError(f"{place}: point {at} is of map {point['map']!r}; the bridge has {', '.join(maps)}.")
+    _require_maps_and_plans("point", points, maps, layers, place)
+
+
+def require_gates(gates: Any, maps: list[str], layers: int, place: str) -> None:
+    """Refuse gate limits that name no map of the bridge, a plan that the target cannot have, or that let nothing pass.
+
+    Args:
+        gates: as JSON values.
+        maps: names of the bridge's maps.
+        layers: of the target.
+        place: for messages.
+
+    Raises:
+        ArtifactError: naming the gate.
+    """
+    require_structure(gates, [GATE], place)
+    _require_maps_and_plans("gate", gates, maps, layers, place)
+    for at, gate in enumerate(gates):
+        if not (gate["novelty"] > 0 and gate["tail"] > 0):
+            raise ArtifactError(f"{place}: gate {at} has a limit of 0 or less, expected positive ones.")
+
+
+def _require_maps_and_plans(what: str, entries: list[Any], maps: list[str], layers: int, place: str) -> None:
+    for at, entry in enumerate(entries):
+        if entry["map"] not in maps:
+            raise ArtifactError(f"{place}: {what} {at} is of map {entry['map']!r}; the bridge has {', '.join(maps)}.")
         try:
-            HandoffPlan(**point["plan"]).mapped_layers(layers)
+            HandoffPlan(**entry["plan"]).mapped_layers(layers)
         except (KVBridgeError, TypeError) as error:
-            raise ArtifactError(f"{place}: point {at} has no plan for this target: {error}") from error
+            raise ArtifactError(f"{place}: {what} {at} has no plan for this target: {error}") from error

@@ -25,6 +25,7 @@ from kvbridge.eval import EvalConfig, ProbesConfig
 from kvbridge.eval.bench import BenchConfig
 from kvbridge.eval.candidates import PlannerConfig
 from kvbridge.eval.escalation import EscalationConfig
+from kvbridge.eval.gating import GateConfig
 from kvbridge.eval.tracking import WandbConfig
 from kvbridge.mappers import Mapper, Ridge, available
 from kvbridge.mappers.residual_config import ResidualConfig
@@ -38,6 +39,7 @@ GROUPS: dict[str, Any] = {
     "mapper": Mapper,
     "plan": HandoffPlan | AutoPlan,
     "planner": PlannerConfig,
+    "gate": GateConfig,
     "calibration": CalibrationConfig,
     "eval": EvalConfig,
     "bench": BenchConfig,

@@ -18,6 +18,8 @@ commands
   eval        score a finished bridge; writes OUT/results.json and a report
   plan        measure a bridge's maps under many plans, and say which is best for which budget
               (--sizes: how large a calibration and its map will be, before any model is loaded)
+  calibrate-gate
+              measure on which hand-offs a bridge can be trusted, and store the limits in it
   bench       time a bridge's hand-off beside the prefill that it replaces; writes OUT/bench
   cascade     answer prompts with both models, the large one going on from the small one's cache
   calibrate-policy  find the doubt at which the large model should take over
@@ -33,7 +35,19 @@ Every setting is a Hydra override, such as mapper.k=8 or plan.native_tail=16; `k
   kvbridge run pair=local pair.source=DIR pair.target=DIR calibration.corpus=FILE eval.corpus=FILE out=DIR
 """
 
-COMMANDS = ("run", "calibrate", "fit", "eval", "plan", "bench", "cascade", "calibrate-policy", "inspect", "doctor")
+COMMANDS = (
+    "run",
+    "calibrate",
+    "fit",
+    "eval",
+    "plan",
+    "calibrate-gate",
+    "bench",
+    "cascade",
+    "calibrate-policy",
+    "inspect",
+    "doctor",
+)
 # Commands that take folders instead of overrides.
 FOLDER_COMMANDS = ("report", "compare")
 # Commands whose arguments are another program's.

@@ -18,6 +18,7 @@ from kvbridge.cli.cascading import calibrate_policy_command as calibrate_policy_
 from kvbridge.cli.cascading import cascade_command as cascade_command
 from kvbridge.cli.describe import print_results
 from kvbridge.cli.fitting import fit_map, maps_in
+from kvbridge.cli.gating import calibrate_gate_command as calibrate_gate_command
 from kvbridge.cli.planning import Chosen, check_cost, chosen, provisional, require_one_process, with_points
 from kvbridge.cli.planning import plan_command as plan_command
 from kvbridge.cli.settings import Settings

@@ -104,6 +104,14 @@ def _points(points: list[dict[str, Any]]) -> Table:
     return table
 
 
+def _gate(gate: dict[str, Any]) -> str:
+    return (
+        f"gate of map {gate['map']}: novelty up to {gate['novelty']:.3f}, tail discrepancy up to {gate['tail']:.3f}; "
+        f"at confidence {gate['confidence']:g} at most {gate['share']:.0%} of applied hand-offs have a KL above "
+        f"{gate['kl_limit']:g} ({gate['bad']} of {gate['applied']} tested)"
+    )
+
+
 def print_bridge(bridge: Bridge, location: str) -> None:
     """Print a bridge: pair, method, size, evidence, and what each target layer reads."""
     console = Console()
@@ -113,6 +121,8 @@ def print_bridge(bridge: Bridge, location: str) -> None:
         console.print(_layers(each))
     if bridge.points:
         console.print(_points(bridge.points))
+    for gate in bridge.gates:
+        console.print(_gate(gate), markup=False)
     console.print("R² is on calibration text that the fit did not see, averaged over heads.")
 
 

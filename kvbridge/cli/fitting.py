@@ -28,26 +28,31 @@ def fit_map(settings: Settings, pair: ModelPair, moments: Any) -> Bridge:
     Raises:
         UsageError: the other maps are of another pair or calibration.
     """
+    from kvbridge.calibration import fit_novelty
+
     folder, name = settings.out / "bridge", settings.map or settings.mapper.name
     former = Bridge.from_pretrained(folder) if (folder / CONFIG).is_file() else None
     if former is not None and former.maps.keys() <= {name}:
         former = None
-    empty = Bridge({}, pair.identity(), pair.describe(), _calibration(moments))
+    sides = pair.source.geometry, pair.target.geometry
+    empty = Bridge({}, pair.identity(), pair.describe(), _calibration(moments), novelty=fit_novelty(moments, *sides))
     if former is not None:
         _require_same(former, empty, folder)
-    fitted = settings.mapper.fit(moments, pair.source.geometry, pair.target.geometry)
+    fitted = settings.mapper.fit(moments, *sides)
     mapper = {"name": settings.mapper.name} | dataclasses.asdict(settings.mapper)
     forms: tuple[Form, ...] = fitted.forms
     if settings.residual.wanted:
         mapper[RESIDUAL] = dataclasses.asdict(settings.residual)
         forms = _with_branch(settings, pair, forms, moments)
-    bridge = (former or empty).with_map(name, BridgeMap(forms, mapper, fitted.evidence()))
+    before = former and dataclasses.replace(former, novelty=former.novelty or empty.novelty)
+    bridge = (before or empty).with_map(name, BridgeMap(forms, mapper, fitted.evidence()))
     bridge.save_pretrained(folder, dtype=settings.storage)
     stored = Bridge.from_pretrained(folder, pair=pair)
-    if former is None or _same_maps(former, stored, {point["map"] for point in stored.points}):
+    measured = {each["map"] for each in (*stored.points, *stored.gates)}
+    if former is None or _same_maps(former, stored, measured):
         return stored
     # Another storage has changed the numbers of maps that were measured.
-    bare = dataclasses.replace(stored, points=[])
+    bare = dataclasses.replace(stored, points=[], gates=[])
     bare.save_points(folder)
     return bare
 

@@ -69,6 +69,7 @@ class RootConfig:
     mapper: Any = MISSING
     plan: Any = MISSING
     planner: Any = MISSING
+    gate: Any = MISSING
     calibration: Any = MISSING
     eval: Any = MISSING
     bench: Any = MISSING
@@ -93,6 +94,7 @@ class Settings:
     residual: Any
     plan: HandoffPlan | AutoPlan
     planner: Any
+    gate: Any
     calibration: Any
     eval: Any
     bench: Any
@@ -114,7 +116,8 @@ class Settings:
         Raises:
             UsageError: a setting was added that nothing reads, `out` is empty, or what the objects' own checks raise.
         """
-        names = ("pair", "mapper", "plan", "planner", "calibration", "eval", "bench", "cascade", "escalation")
+        names = ("pair", "mapper", "plan", "planner", "gate", "calibration", "eval")
+        names += ("bench", "cascade", "escalation")
         _refuse_additions("", config)
         if not config.out:
             raise UsageError("out is empty: give the folder of the run, out=DIR.")
@@ -222,6 +225,7 @@ def register() -> None:
     from kvbridge.eval.bench import BenchConfig
     from kvbridge.eval.candidates import PlannerConfig
     from kvbridge.eval.escalation import EscalationConfig
+    from kvbridge.eval.gating import GateConfig
     from kvbridge.eval.tracking import WandbConfig
     from kvbridge.mappers import available
 
@@ -231,6 +235,7 @@ def register() -> None:
         "pair": PairConfig,
         "plan": HandoffPlan,
         "planner": PlannerConfig,
+        "gate": GateConfig,
         "calibration": CalibrationConfig,
         "eval": EvalConfig,
         "bench": BenchConfig,

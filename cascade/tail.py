@@ -1,0 +1,84 @@
+"""After a hand-off: what the target computed for its tail, against what the map makes of the same tokens.
+
+The target reads the tail over the mapped cache, so its keys and values there are better than mapped ones and cost
+nothing more; the map is applied to the tail's tokens besides. Where both agree, the map fits this text.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvbridge import compat
+from kvbridge.assembly import Handoff
+from kvbridge.errors import CacheError
+from kvbridge.forms import Map
+from kvbridge.model import KVModel
+from kvbridge.native import NativeHead
+from kvbridge.plan import HandoffPlan
+from kvbridge.states import ContentStates
+
+
+def computed_layer(handoff: Handoff, layer: int) -> tuple[Tensor, Tensor]:
+    """Keys and values `[B, H, T, D]` of one layer of the handed-off cache.
+
+    Raises:
+        CacheError: the layer is empty.
+    """
+    tensors = compat.layer_tensors(handoff.cache, layer)
+    if tensors is None:
+        raise CacheError(f"the handed-off cache is empty at layer {layer}; check it before it is used further.")
+    return tensors
+
+
+def map_tail(
+    target: KVModel,
+    plan: HandoffPlan,
+    mapping: Map,
+    source_states: ContentStates,
+    input_ids: Int[Tensor, "B T"],
+    handoff: Handoff,
+) -> ContentStates:
+    """What the map makes of the tail's tokens, for the plan's mapped layers.
+
+    Args:
+        target: the model that goes on.
+        plan: what it computes natively.
+        mapping: from source to target content states.
+        source_states: of the whole prompt.
+        input_ids: the prompt.
+        handoff: of this prompt, before anything was read after it.
+    """
+    start, stop = handoff.split.carried_stop, handoff.split.prompt_length
+    native = None
+    if plan.native_head is not None:
+        past = [
+            (keys[..., :start, :], values[..., :start, :])
+            for keys, values in (computed_layer(handoff, layer) for layer in range(plan.native_head + 1))
+        ]
+        made, residual = compat.run_head(target.model, input_ids[:, start:stop], plan.native_head, past=past)
+        keys, values = (torch.stack(parts) for parts in zip(*made, strict=True))
+        native = NativeHead(keys, values, residual, start).states(target, start, stop)
+    return mapping.apply(source_states.span(start, stop), plan.mapped_layers(target.geometry.layers), native)
+
+
+def tail_discrepancy(
+    target: KVModel, layers: range, spread: Float[Tensor, "2 L_t"], handoff: Handoff, mapped: ContentStates
+) -> Float[Tensor, "2 L"]:
+    """Mean squared difference of mapped and computed tail keys and values, in units of their variance.
+
+    Args:
+        target: the model that goes on.
+        layers: mapped layers, `L` of them.
+        spread: variance of a coordinate in each target layer, keys and values.
+        handoff: before anything was read after it.
+        mapped: of the tail, from `map_tail`.
+    """
+    start, stop = handoff.split.carried_stop, handoff.split.prompt_length
+    read = [computed_layer(handoff, layer) for layer in layers]
+    keys, values = (torch.stack(parts)[..., start:stop, :] for parts in zip(*read, strict=True))
+    positions = torch.arange(start, stop, device=keys.device)
+    computed = torch.stack((target.rotary.strip(keys, positions), values.float()))
+    error = (torch.stack((mapped.keys, mapped.values)).to(computed) - computed).square().mean(dim=(2, 3, 4, 5))
+    return error / spread[:, layers.start : layers.stop].to(error)
