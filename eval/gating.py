@@ -14,8 +14,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxtyping import Float
+from torch import Tensor
+
 from kvbridge import __version__
-from kvbridge.assembly import hand_off
+from kvbridge.assembly import Handoff, hand_off
 from kvbridge.bridge import Bridge
 from kvbridge.cascade.gate import Gate, GateLimits, require_novelty
 from kvbridge.errors import UsageError
@@ -27,6 +30,7 @@ from kvbridge.eval.points import conditions
 from kvbridge.eval.suite import Task
 from kvbridge.kernels import FormMap
 from kvbridge.metrics import fidelity
+from kvbridge.model import KVModel
 
 # Steps of the ladder, in robust standard deviations of the logarithm of a score.
 LADDER = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)
@@ -74,10 +78,18 @@ class Scored:
     kl: float
 
 
-def mean_kl(native: Reading, reading: Reading, document: Document) -> float:
-    """Mean KL of native and another reading over the gold continuation, in nats."""
-    gold = document.gold.to(native.model.device)
-    return fidelity(native.force(gold), reading.force(gold), gold[0]).kl.mean().item()
+def handed_off_kl(target: KVModel, handoff: Handoff, native: Float[Tensor, "G V"], document: Document) -> float:
+    """Mean KL to native over the gold continuation, in nats.
+
+    Args:
+        target: the model that goes on.
+        handoff: of the document's prompt; its cache stays as it is.
+        native: the target's own logits over the gold continuation.
+        document: prompt and gold continuation.
+    """
+    gold = document.gold.to(target.device)
+    carried = Reading(target, handoff.cache, handoff.logits, handoff.next_position)
+    return fidelity(native, carried.force(gold), gold[0]).kl.mean().item()
 
 
 def score_document(gate: Gate, document: Document) -> Scored:
@@ -89,8 +101,8 @@ def score_document(gate: Gate, document: Document) -> Scored:
     for reading in (before, after):
         if not math.isfinite(reading.score) or reading.check not in ("novelty", "tail"):
             raise UsageError(f"document {document.name} cannot be handed off at all: {reading.reason}")
-    carried = Reading(gate.target, handoff.cache, handoff.logits, handoff.next_position)
-    return Scored(before.score, after.score, mean_kl(native, carried, document))
+    kl = handed_off_kl(gate.target, handoff, native.force(document.gold), document)
+    return Scored(before.score, after.score, kl)
 
 
 def gate_documents(task: Task, count: int) -> list[Document]:

@@ -21,14 +21,14 @@ import torch
 
 from kvbridge import Bridge, HandoffPlan, load_pair
 from kvbridge.assembly import hand_off
-from kvbridge.cascade import Gate, GateLimits, guarded_hand_off
+from kvbridge.cascade import APPLIED, FALLBACK, Gate, GateLimits, guarded_hand_off
 from kvbridge.cascade.gate import require_novelty
 from kvbridge.errors import CacheError
 from kvbridge.eval import EvalConfig
-from kvbridge.eval.arms import Reading, read_prompt, strip_prompt
+from kvbridge.eval.arms import read_prompt, strip_prompt
 from kvbridge.eval.bounds import upper_bound
 from kvbridge.eval.documents import Document
-from kvbridge.eval.gating import GateConfig, calibrate_gate, mean_kl, score_documents
+from kvbridge.eval.gating import GateConfig, calibrate_gate, handed_off_kl, score_documents
 from kvbridge.eval.partial import PartialResults
 from kvbridge.eval.suite import Task
 from kvbridge.kernels import FormMap
@@ -101,7 +101,8 @@ CORRUPTIONS: dict[str, Corruption] = {CLEAN: lambda states, *_: states, **ALL_LA
 
 def try_document(gate: Gate, document: Document, other: Document, seed: int) -> dict[str, Any]:
     """Outcome of every corruption, and what its KL would have been without a gate."""
-    native, prompt = read_prompt(gate.target, document.prompt), document.prompt.to(gate.target.device)
+    prompt = document.prompt.to(gate.target.device)
+    native = read_prompt(gate.target, document.prompt).force(document.gold)
     states, others = (strip_prompt(read_prompt(gate.source, each.prompt)) for each in (document, other))
     found: dict[str, Any] = {"id": document.name}
     for name, corruption in CORRUPTIONS.items():
@@ -111,9 +112,9 @@ def try_document(gate: Gate, document: Document, other: Document, seed: int) -> 
         scores = {reading.check: reading.to_dict()["score"] for reading in guarded.readings}
         found[name] = {"outcome": guarded.outcome, "check": check, "reason": guarded.reason, "scores": scores}
         try:
-            carried = hand_off(gate.target, gate.plan, gate.mapping, given, prompt)
-            reading = Reading(gate.target, carried.cache, carried.logits, carried.next_position)
-            found[name]["kl"] = mean_kl(native, reading, document)
+            passed = guarded.outcome == APPLIED
+            handoff = guarded.handoff if passed else hand_off(gate.target, gate.plan, gate.mapping, given, prompt)
+            found[name]["kl"] = handed_off_kl(gate.target, handoff, native, document)
         except CacheError:
             found[name]["kl"] = None
     return found
@@ -128,7 +129,7 @@ def table(records: list[dict[str, Any]], kl_limit: float) -> str:
     ]
     for name in CORRUPTIONS:
         tried = [record[name] for record in records]
-        applied = [each for each in tried if each["outcome"] == "applied"]
+        applied = [each for each in tried if each["outcome"] == APPLIED]
         bad = [sum(each["kl"] is not None and each["kl"] > kl_limit for each in group) for group in (tried, applied)]
         ungated = "an error" if all(each["kl"] is None for each in tried) else bad[0]
         stopped = [sum(each["check"] == check for each in tried) or "" for check in checks]
@@ -141,10 +142,10 @@ def table(records: list[dict[str, Any]], kl_limit: float) -> str:
 def verdict(records: list[dict[str, Any]], limits: dict[str, Any]) -> str:
     """The promise and what came of it, with exact one-sided 95 % bounds."""
     clean = [record[CLEAN] for record in records]
-    applied = [each for each in clean if each["outcome"] == "applied"]
+    applied = [each for each in clean if each["outcome"] == APPLIED]
     bad = sum(each["kl"] > limits["kl_limit"] for each in applied)
     corrupted = [record[name] for record in records for name in ALL_LAYERS]
-    caught = sum(each["outcome"] == "fallback_reprefill" for each in corrupted)
+    caught = sum(each["outcome"] == FALLBACK for each in corrupted)
     return (
         f"limits: novelty {limits['novelty']:.3f}, tail {limits['tail']:.3f}; calibrated on {limits['documents']} "
         f"hand-offs beside those that gave the scale, {limits['applied']} applied, {limits['bad']} bad\n"
