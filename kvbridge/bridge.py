@@ -28,7 +28,7 @@ from kvbridge.layout import BridgeMap, exact_tensors, pack, unpack
 from kvbridge.novelty import PREFIX, Novelty, read_novelty
 from kvbridge.pair import ModelPair
 from kvbridge.storage import pack_weights, storage_dtype
-from kvbridge.structure import require_gates, require_points
+from kvbridge.structure import require_measured
 
 CARD_TEMPLATE = """---
 library_name: kvbridge
@@ -141,8 +141,7 @@ class Bridge:
         described, tensors = pack({n: each if whole else each.to(dtype=stored) for n, each in self.maps.items()})
         tensors = pack_weights(tensors, exact_tensors(self.maps)) if whole else tensors
         layers = self.pair["target"]["geometry"]["layers"]
-        require_points(self.points, list(self.maps), layers, "this bridge")
-        require_gates(self.gates, list(self.maps), layers, "this bridge")
+        require_measured(self.points, self.gates, list(self.maps), layers, "this bridge")
         novelty = self.novelty.options() if self.novelty else None
         tensors |= self.novelty.tensors() if self.novelty else {}
         config = {

@@ -30,7 +30,7 @@ from kvbridge.forms import (
     require_distinct,
 )
 from kvbridge.storage import unpack_weights
-from kvbridge.structure import STRUCTURE, STRUCTURE_1, require_gates, require_points, require_structure
+from kvbridge.structure import STRUCTURE, STRUCTURE_1, require_measured, require_structure
 from kvbridge.variables import Span
 
 MAP_NAME = r"[A-Za-z0-9][A-Za-z0-9_.=,+-]*"
@@ -148,8 +148,8 @@ def unpack(config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> 
         config, tensors = _from_version_1(config, tensors)
     else:
         layers = config["pair"]["target"]["geometry"]["layers"]
-        require_points(config["points"], list(config["maps"]), layers, str(folder / CONFIG))
-        require_gates(config.get("gates", []), list(config["maps"]), layers, str(folder / CONFIG))
+        gates = config.get("gates", [])
+        require_measured(config["points"], gates, list(config["maps"]), layers, str(folder / CONFIG))
     if not config["maps"]:
         raise ArtifactError(f"{folder / CONFIG} has no maps; the bridge is damaged.")
     left = dict(tensors)

@@ -111,46 +111,28 @@ def require_structure(value: Any, structure: Any, place: str) -> None:
                 raise ArtifactError(f"{place} lacks {key!r}; the bridge is damaged.")
 
 
-def require_points(points: Any, maps: list[str], layers: int, place: str) -> None:
-    """Refuse measured points that name no map of the bridge, or a plan that the target cannot have.
+def require_measured(points: Any, gates: Any, maps: list[str], layers: int, place: str) -> None:
+    """Refuse measured points and gates that name no map of the bridge, a plan that the target cannot have, or no limit.
 
     Args:
         points: as JSON values.
-        maps: names of the bridge's maps.
-        layers: of the target.
-        place: for messages.
-
-    Raises:
-        ArtifactError: naming the point.
-    """
-    require_structure(points, [POINT], place)
-    _require_maps_and_plans("point", points, maps, layers, place)
-
-
-def require_gates(gates: Any, maps: list[str], layers: int, place: str) -> None:
-    """Refuse gate limits that name no map of the bridge, a plan that the target cannot have, or that let nothing pass.
-
-    Args:
         gates: as JSON values.
         maps: names of the bridge's maps.
         layers: of the target.
         place: for messages.
 
     Raises:
-        ArtifactError: naming the gate.
+        ArtifactError: naming the point or gate.
     """
-    require_structure(gates, [GATE], place)
-    _require_maps_and_plans("gate", gates, maps, layers, place)
-    for at, gate in enumerate(gates):
-        if not (gate["novelty"] > 0 and gate["tail"] > 0):
-            raise ArtifactError(f"{place}: gate {at} has a limit of 0 or less, expected positive ones.")
-
-
-def _require_maps_and_plans(what: str, entries: list[Any], maps: list[str], layers: int, place: str) -> None:
-    for at, entry in enumerate(entries):
-        if entry["map"] not in maps:
-            raise ArtifactError(f"{place}: {what} {at} is of map {entry['map']!r}; the bridge has {', '.join(maps)}.")
-        try:
-            HandoffPlan(**entry["plan"]).mapped_layers(layers)
-        except (KVBridgeError, TypeError) as error:
-            raise ArtifactError(f"{place}: {what} {at} has no plan for this target: {error}") from error
+    for what, entries, structure in (("point", points, POINT), ("gate", gates, GATE)):
+        require_structure(entries, [structure], place)
+        for at, entry in enumerate(entries):
+            which = f"{place}: {what} {at}"
+            if entry["map"] not in maps:
+                raise ArtifactError(f"{which} is of map {entry['map']!r}; the bridge has {', '.join(maps)}.")
+            try:
+                HandoffPlan(**entry["plan"]).mapped_layers(layers)
+            except (KVBridgeError, TypeError) as error:
+                raise ArtifactError(f"{which} has no plan for this target: {error}") from error
+            if structure is GATE and not (entry["novelty"] > 0 and entry["tail"] > 0):
+                raise ArtifactError(f"{which} has a limit of 0 or less, expected positive ones.")

@@ -17,7 +17,8 @@ from kvbridge.calibration.moments import PARTS
 from kvbridge.cli import COMMANDS, FOLDER_COMMANDS, PASSED_ON
 from kvbridge.forms import KINDS
 from kvbridge.pair import ModelPair, load_pair
-from tiny_bridge import random_bridge
+from kvbridge.plan import HandoffPlan
+from tiny_bridge import random_bridge, with_open_gate
 from tiny_pair import save_pair, tiny_pair
 
 ROOT = Path(__file__).parents[1]
@@ -32,7 +33,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelPair, dict[st
     folder = tmp_path_factory.mktemp("docs")
     pair = tiny_pair()
     source, target = save_pair(pair, folder)
-    random_bridge(pair).save_pretrained(folder / "bridge")
+    with_open_gate(random_bridge(pair), HandoffPlan()).save_pretrained(folder / "bridge")
     random_bridge(load_pair("embedded")).save_pretrained(folder / "first")
     named = {"path/to/source": source, "path/to/target": target}
     named |= {"path/to/bridge": folder / "bridge", "runs/first/bridge": folder / "first"}

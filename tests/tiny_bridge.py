@@ -18,7 +18,9 @@ from kvbridge.bridge import Bridge
 from kvbridge.errors import ArtifactError
 from kvbridge.forms import KINDS, Form, SlotAffine, input_slot
 from kvbridge.layout import BridgeMap, pack
+from kvbridge.novelty import Novelty
 from kvbridge.pair import ModelPair
+from kvbridge.plan import HandoffPlan
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
@@ -54,6 +56,21 @@ def random_bridge(pair: ModelPair) -> Bridge:
         pair=pair.describe(),
         calibration={"rows": 4096, "fingerprint": "0123456789abcdef"},
     )
+
+
+def with_open_gate(bridge: Bridge, plan: HandoffPlan) -> Bridge:
+    """The same bridge with a gate that lets every finite cache of the right prompt pass under one plan."""
+    source, target = (bridge.pair[role]["geometry"] for role in ("source", "target"))
+    width = source["layers"] * source["kv_heads"] * source["head_dim"]
+    plain, one = torch.zeros(2, width), torch.ones(2, 1)
+    directions = torch.eye(width, 1).expand(2, -1, -1).contiguous().bfloat16()
+    novelty = Novelty(plain, plain + 1, directions, one, one[:, 0].clone(), torch.ones(2, target["layers"]), 4)
+    promise = {"kl_limit": 1.0, "share": 0.1, "confidence": 0.95, "documents": 60, "applied": 60, "bad": 0}
+    gates = [
+        {"map": name, "plan": plan.to_dict(), "novelty": 1e9, "tail": 1e9, **promise, "text": "fedcba9876543210"}
+        for name in bridge.maps
+    ]
+    return replace(bridge, novelty=novelty, gates=gates)
 
 
 def with_form(bridge: Bridge, at: int, form: Form, name: str = "ridge") -> Bridge:
