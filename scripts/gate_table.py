@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from scipy.stats import spearmanr
 
 from kvbridge import Bridge, HandoffPlan, load_pair
 from kvbridge.assembly import hand_off
@@ -28,7 +29,7 @@ from kvbridge.eval import EvalConfig
 from kvbridge.eval.arms import read_prompt, strip_prompt
 from kvbridge.eval.bounds import upper_bound
 from kvbridge.eval.documents import Document
-from kvbridge.eval.gating import GateConfig, calibrate_gate, handed_off_kl, score_documents
+from kvbridge.eval.gating import GateConfig, Scored, calibrate_gate, handed_off_kl, score_documents
 from kvbridge.eval.partial import PartialResults
 from kvbridge.eval.suite import Task
 from kvbridge.kernels import FormMap
@@ -158,6 +159,14 @@ def verdict(records: list[dict[str, Any]], limits: dict[str, Any]) -> str:
     )
 
 
+def ranks(scored: list[Scored]) -> str:
+    """How well each score orders hand-offs of uncorrupted caches by their KL."""
+    kl = [each.kl for each in scored]
+    found = {name: spearmanr([getattr(each, name) for each in scored], kl).statistic for name in ("novelty", "tail")}
+    shown = ", ".join(f"{name} {value:.2f}" for name, value in found.items())
+    return f"rank correlation with KL over the {len(scored)} calibration hand-offs: {shown}\n"
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("source", "bridge", "corpus", "out"):
@@ -189,11 +198,13 @@ def main() -> None:
     documents = task.documents(options.prompt, options.tokens, options.documents)
     half, other = documents[0::2], documents[1::2]
     promise = GateConfig(len(half), options.kl_limit, options.share, options.confidence, options.applied)
-    limits = calibrate_gate(score_documents(task, bridge, name, half), promise)
+    scored = score_documents(task, bridge, name, half)
+    limits = calibrate_gate(scored, promise)
     held = GateLimits(limits["novelty"], limits["tail"])
     gate = Gate(pair.source, pair.target, plan, mapping, require_novelty(bridge, pair), held)
     identity = {"pair": pair.identity(), "bridge": bridge.fingerprint(), "map": name, "plan": plan.to_dict()}
-    identity |= {"corpus": task.corpus.fingerprint, "limits": limits}
+    # Another promise that leads to the same limits goes on with the same records.
+    identity |= {"corpus": task.corpus.fingerprint, "novelty": held.novelty, "tail": held.tail}
 
     def make(done: int) -> Iterator[dict[str, Any]]:
         for at in range(done, len(other)):
@@ -201,7 +212,7 @@ def main() -> None:
 
     records = PartialResults(out / "table.partial.jsonl", identity).finish(len(other), make, unit="doc", desc="check")
     (out / "table.json").write_text(json.dumps({"limits": limits, "records": records}, indent=1))
-    (out / "table.md").write_text(verdict(records, limits) + "\n" + table(records, limits["kl_limit"]))
+    (out / "table.md").write_text(verdict(records, limits) + ranks(scored) + "\n" + table(records, limits["kl_limit"]))
     print((out / "table.md").read_text())
 
 

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 SCRIPT = Path(sysconfig.get_path("scripts")) / "kvbridge"
-PROGRESS = re.compile(r"^(calibrate|evaluate|plan|gate|probe|turns|stage|sum|sketch)( \d+/\d+| source| target)?: +\d+%\|")
+PROGRESS = re.compile(
+    r"^(calibrate|evaluate|plan|gate|probe|turns|stage|sum|sketch)( \d+/\d+| source| target)?: +\d+%\|"
+)
 SIZES = {
     "pair.dtype": "float32",
     "pair.device": "cpu",
