@@ -93,6 +93,16 @@ def _pieces(
                     yield number, prefix + piece.tolist()
 
 
+def first_blocks(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, block: int, seed: int) -> Iterator[list[int]]:
+    """The first block of every document that is long enough, in the seeded order in which `draw_blocks` draws."""
+    before = -1
+    for number, ids in _pieces(corpus, tokenizer, block, seed):
+        if number <= before:
+            return
+        before = number
+        yield ids
+
+
 def draw_blocks(
     corpus: Corpus, tokenizer: PreTrainedTokenizerBase, *, tokens: int, block: int, held_out: float, seed: int
 ) -> BlockSet:

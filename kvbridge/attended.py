@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import Cache
 
 from kvbridge import compat
+from kvbridge.attention import recorded_backbone
 from kvbridge.errors import PlanError, UnsupportedModelError
 from kvbridge.model import KVModel
 from kvbridge.plan import HandoffPlan, Split
@@ -56,7 +57,7 @@ def scout(
     visible[split.carried_stop : -len(scouts)] = split.prompt_length
     with torch.no_grad():
         compat.run(
-            compat.recorded_backbone(target.model, record),
+            recorded_backbone(target.model, record),
             input_ids[:, slots],
             slotted(slots),
             position_ids=slots[None],

@@ -12,13 +12,12 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, Cache, DynamicCache, PreTrainedConfig, PreTrainedModel, StaticCache
+from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from kvbridge.errors import UnsupportedModelError
 
 SUPPORTED_ATTENTION = ("sdpa", "eager")
-RECORDED_ATTENTION = "kvbridge_recorded"
 
 
 @memoize
@@ -72,6 +71,18 @@ def residual_streams(model: PreTrainedModel, layers: Iterable[int]) -> Iterator[
     finally:
         for handle in handles:
             handle.remove()
+
+
+def head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """Logits `[…, V]` of the backbone's output `[…, E]`, for models whose head is one linear map.
+
+    Raises:
+        UnsupportedModelError: the model has no head.
+    """
+    head = model.get_output_embeddings()
+    if head is None:
+        raise UnsupportedModelError(f"{type(model).__name__} has no language-model head.")
+    return head(hidden)
 
 
 def empty_cache(model: PreTrainedModel) -> DynamicCache:
@@ -136,7 +147,7 @@ def _watched(layer: nn.Module, number: int, before: Callable[[int, Tensor], Tens
     return copied
 
 
-def _with_layers(model: PreTrainedModel, layers: Iterable[nn.Module]) -> PreTrainedModel:
+def with_layers(model: PreTrainedModel, layers: Iterable[nn.Module]) -> PreTrainedModel:
     """A shallow copy of the backbone, with all its weights, that runs other decoder layers."""
     copied = copy.copy(backbone(model))
     # A wrapped forward is bound to the original and would run its layers.
@@ -156,52 +167,7 @@ def watched_backbone(model: PreTrainedModel, layers: range, before: Callable[[in
         before: called with a layer's number and the residual stream `[B, T, E]` at its input; what it returns enters.
     """
     every = decoder_layers(model)
-    return _with_layers(model, [_watched(every[number], number, before) for number in layers])
-
-
-def _recorded_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, **given: Any
-) -> tuple[Tensor, None]:
-    """Attention in fp32, whose probabilities `[B, H_q, queries, keys]` go to the module's `record`."""
-    special = [name for name in ("softcap", "s_aux") if given.get(name) is not None]
-    if special:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} gives its attention {special[0]}=, which recording does not know; "
-            "use plan.native_attended=0 with this model."
-        )
-    batch, heads, queries, width = query.shape
-    # Query heads that share a KV head lie side by side.
-    grouped = query.reshape(batch, key.shape[1], -1, width).float()
-    scores = (grouped @ key.float().transpose(-1, -2)).view(batch, heads, queries, -1)
-    probabilities = torch.softmax(scores * scaling + mask.float(), dim=-1)
-    module.record(probabilities)
-    output = probabilities.view(*grouped.shape[:3], -1) @ value.float()
-    return output.view(batch, heads, queries, -1).transpose(1, 2).to(query.dtype), None
-
-
-def recorded_backbone(model: PreTrainedModel, record: Callable[[Tensor], None]) -> PreTrainedModel:
-    """A backbone that shares all weights with the model's own and shows its attention.
-
-    The model keeps its own attention, so that other threads can use it meanwhile.
-
-    Args:
-        model: the transformer.
-        record: called in every layer with the attention probabilities `[B, H_q, queries, keys]` in fp32.
-    """
-    AttentionInterface.register(RECORDED_ATTENTION, _recorded_attention)
-
-    def recorded(layer: nn.Module) -> nn.Module:
-        copied = copy.copy(layer)
-        copied._modules = dict(layer._modules)
-        for name, part in layer.named_children():
-            if isinstance(getattr(part, "config", None), PreTrainedConfig):
-                copied._modules[name] = attention = copy.copy(part)
-                config = copy.copy(cast(Any, part).config)
-                config._attn_implementation = RECORDED_ATTENTION
-                attention.__dict__.update(config=config, record=record)
-        return copied
-
-    return _with_layers(model, map(recorded, decoder_layers(model)))
+    return with_layers(model, [_watched(every[number], number, before) for number in layers])
 
 
 class _PartComplete(Exception):

@@ -33,5 +33,9 @@ class CalibrationError(KVBridgeError):
     """Moments that cannot be resumed, merged or fitted."""
 
 
+class TrainingError(KVBridgeError):
+    """A training that diverged, or a checkpoint that does not belong to it."""
+
+
 class ArtifactError(KVBridgeError):
     """A bridge folder that is damaged, incomplete, too new or not a bridge."""

@@ -27,6 +27,11 @@ class Fidelity:
     acceptance: Float[Tensor, "T"]
 
 
+def kl_divergence(p: Float[Tensor, "*rows V"], q: Float[Tensor, "*rows V"]) -> Float[Tensor, "*rows"]:
+    """`KL(p ‖ q)` of log-probabilities; what p never gives adds nothing."""
+    return (p.exp() * (p - q)).masked_fill(p == -torch.inf, 0.0).sum(dim=-1)
+
+
 def fidelity(native: Float[Tensor, "T V"], arm: Float[Tensor, "T V_arm"], following: Int[Tensor, "T"]) -> Fidelity:
     """Compare logits position by position, in fp32 (fp64 where the native logits are).
 
@@ -42,7 +47,7 @@ def fidelity(native: Float[Tensor, "T V"], arm: Float[Tensor, "T V_arm"], follow
     p = native[..., :shared].to(precision).log_softmax(dim=-1)
     q = arm[..., :shared].to(precision).log_softmax(dim=-1)
     return Fidelity(
-        kl=(p.exp() * (p - q)).masked_fill(p == -torch.inf, 0.0).sum(dim=-1),
+        kl=kl_divergence(p, q),
         top1=(p.argmax(dim=-1) == q.argmax(dim=-1)).float(),
         nll=-q.gather(-1, following[:, None])[:, 0],
         acceptance=torch.minimum(p, q).exp().sum(dim=-1),

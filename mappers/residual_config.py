@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from kvbridge.errors import UsageError
@@ -9,6 +10,10 @@ from kvbridge.errors import UsageError
 NO_BRANCH = "none"
 KINDS_OF_BRANCH = ("linear", "quadratic", "gelu")
 LOSSES = ("mse", "attention", "kl")
+COUNTS = (
+    "rank", "steps", "batch", "accumulate", "suffixes", "suffix", "queries", "directions", "documents",
+    "block", "dev_documents", "evaluate_every", "patience",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -20,11 +25,50 @@ class ResidualConfig:
         rank: width of the branch, `R`.
         loss: what training lowers: the error of the states (`mse`), of what the target's attention makes of them
             (`attention`), or the divergence of the target's next tokens from native ones (`kl`).
+        steps: optimiser steps.
+        attention_steps: steps on the attention loss before those on `loss`.
+        batch: documents per forward pass.
+        accumulate: forward passes per step, shared among the processes that accelerate started.
+        suffixes: hand-offs per document, at random positions; they are read in one forward pass.
+        suffix: tokens that the target reads after each of them.
+        queries: positions per document whose queries the attention loss takes.
+        learning_rate: peak of Adam's rate, reached after `warmup` steps and lowered to 0 by a cosine.
+        warmup: steps.
+        clip: largest norm of the gradient.
+        directions: leading principal directions of the inputs that the branch reads, whitened; `null` reads every
+            input in units of its own spread, which trained better on the embedded pair.
+        documents: training documents, their first `block` tokens each.
+        block: tokens per document; `null` takes those of `calibration.block`.
+        fresh: train on documents that the moments have not seen; `false` takes those of the moments.
+        dev_documents: documents, seen by neither, on which the KL is watched.
+        evaluate_every: steps between two looks at it.
+        patience: so many looks without a new best end a stage.
+        checkpoint_seconds: most time between two checkpoints.
+        seed: of the weights, and of the order of documents and hand-offs.
     """
 
     kind: str = NO_BRANCH
     rank: int = 128
     loss: str = "kl"
+    steps: int = 400
+    attention_steps: int = 0
+    batch: int = 1
+    accumulate: int = 2
+    suffixes: int = 4
+    suffix: int = 64
+    queries: int = 64
+    learning_rate: float = 2e-4
+    warmup: int = 20
+    clip: float = 1.0
+    directions: int | None = None
+    documents: int = 400
+    block: int | None = None
+    fresh: bool = True
+    dev_documents: int = 16
+    evaluate_every: int = 20
+    patience: int = 8
+    checkpoint_seconds: float = 300.0
+    seed: int = 0
 
     def __post_init__(self) -> None:
         for option, given, known in (
@@ -33,8 +77,16 @@ class ResidualConfig:
         ):
             if given not in known:
                 raise UsageError(f"mapper.residual.{option}={given}: expected one of {', '.join(known)}.")
-        if self.rank < 1:
-            raise UsageError(f"mapper.residual.rank={self.rank}: expected 1 or more.")
+        for option in COUNTS:
+            given = getattr(self, option)
+            if given is not None and given < 1:
+                raise UsageError(f"mapper.residual.{option}={given}: expected 1 or more.")
+        for option in ("attention_steps", "warmup", "seed"):
+            if getattr(self, option) < 0:
+                raise UsageError(f"mapper.residual.{option}={getattr(self, option)}: expected 0 or more.")
+        for option in ("learning_rate", "clip", "checkpoint_seconds"):
+            if not 0 < getattr(self, option) < math.inf:
+                raise UsageError(f"mapper.residual.{option}={getattr(self, option)}: expected a number above 0.")
 
     @property
     def wanted(self) -> bool:

@@ -74,6 +74,14 @@ def own_dataset_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 
 @pytest.fixture(scope="session")
+def fitted(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A tiny pair with a joint map, to be left as it is."""
+    from tiny_residual import fit_tiny
+
+    return fit_tiny(tmp_path_factory.mktemp("residual"))
+
+
+@pytest.fixture(scope="session")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Overrides that make every command work, by name."""
     from tiny_pair import save_pair, tiny_pair, write_corpus

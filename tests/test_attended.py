@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from kvbridge import attended, compat
+from kvbridge import attended, attention, compat
 from kvbridge.assembly import assemble
 from kvbridge.errors import PlanError, UnsupportedModelError
 from kvbridge.eval.arms import equal_cost_tail, read_context, standard_arms
@@ -199,8 +199,8 @@ def test_the_model_keeps_its_own_attention_meanwhile(monkeypatch: pytest.MonkeyP
 
         return recorded(model_given, meanwhile)
 
-    recorded = compat.recorded_backbone
-    monkeypatch.setattr(compat, "recorded_backbone", interrupt)
+    recorded = attended.recorded_backbone
+    monkeypatch.setattr(attended, "recorded_backbone", interrupt)
     with pytest.raises(RuntimeError, match="interrupted"):
         assemble(model, PLAN, ids, wrong_states(model, PLAN, ids))
     assert layers == [True, True]
@@ -212,7 +212,7 @@ def test_the_model_keeps_its_own_attention_meanwhile(monkeypatch: pytest.MonkeyP
 def test_recording_computes_attention_in_half_precision_too() -> None:
     model, ids = kv_model(dtype=torch.bfloat16), random_ids(TOKENS)
     seen: list[Tensor] = []
-    backbone, cache = compat.recorded_backbone(model.model, seen.append), compat.empty_cache(model.model)
+    backbone, cache = attention.recorded_backbone(model.model, seen.append), compat.empty_cache(model.model)
     positions = torch.arange(TOKENS)
     mask = compat.causal_mask(positions, positions, torch.bfloat16)
     with torch.no_grad():
@@ -248,7 +248,7 @@ def test_refuses_to_choose_for_a_batch() -> None:
 
 def test_refuses_a_model_that_does_not_show_its_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = kv_model(), random_ids(TOKENS)
-    monkeypatch.setattr(compat, "recorded_backbone", lambda given, record: compat.backbone(given))
+    monkeypatch.setattr(attended, "recorded_backbone", lambda given, record: compat.backbone(given))
     with pytest.raises(UnsupportedModelError, match=r"0 of 3 layers of LlamaForCausalLM showed their attention"):
         assemble(model, PLAN, ids, wrong_states(model, PLAN, ids))
 
@@ -256,7 +256,7 @@ def test_refuses_a_model_that_does_not_show_its_attention(monkeypatch: pytest.Mo
 def test_refuses_attention_that_it_does_not_know() -> None:
     states = torch.zeros(1, 2, 3, 4)
     with pytest.raises(UnsupportedModelError, match=r"Linear gives its attention softcap=, which recording"):
-        compat._recorded_attention(torch.nn.Linear(1, 1), states, states, states, states, 1.0, softcap=50.0)
+        attention._recorded_attention(torch.nn.Linear(1, 1), states, states, states, states, 1.0, softcap=50.0)
 
 
 def test_arms_choose_among_what_they_carry(scouted: list[Tensor]) -> None:

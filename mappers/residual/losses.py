@@ -1,0 +1,103 @@
+"""What training lowers, for the readings of some documents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvbridge import compat
+from kvbridge.attention import output_projections
+from kvbridge.mappers.residual.mapping import AdaptedMap
+from kvbridge.mappers.residual.readings import Readings
+from kvbridge.mappers.residual.suffixes import carried_cache, read_suffixes, suffix_positions
+from kvbridge.metrics import kl_divergence
+
+
+@runtime_checkable
+class Loss(Protocol):
+    """A mean over the documents of one batch."""
+
+    def __call__(
+        self, mapping: AdaptedMap, readings: Readings, starts: Sequence[int], suffix: int
+    ) -> Float[Tensor, ""]:
+        """The loss of a map.
+
+        Args:
+            mapping: map and branch.
+            readings: of the batch's documents.
+            starts: hand-off positions.
+            suffix: tokens after each that the target reads.
+        """
+        ...
+
+
+def mse_loss(mapping: AdaptedMap, readings: Readings, starts: Sequence[int], suffix: int) -> Float[Tensor, ""]:
+    """Squared error of content keys and values after the sinks, in units of the target's own spread."""
+    made = mapping.mapped(readings, readings.tokens)
+    layers = mapping.plan.mapped_layers(mapping.target.geometry.layers)
+    span = slice(mapping.plan.sinks, readings.tokens)
+    native = (
+        mapping.target.rotary.strip(readings.keys[layers.start : layers.stop, ..., span, :], made.positions),
+        readings.values[layers.start : layers.stop, ..., span, :].float(),
+    )
+    units = mapping.module.units.output.view(2, len(layers), 1, mapping.target.geometry.kv_heads, 1, -1)
+    errors = zip((made.keys, made.values), native, units, strict=True)
+    return torch.stack([((given - exact) / unit).square().mean() for given, exact, unit in errors]).mean()
+
+
+def attend(
+    queries: Float[Tensor, "L B H_q Q D"],
+    keys: Float[Tensor, "L B H T D"],
+    values: Float[Tensor, "L B H T D"],
+    hidden: Float[Tensor, "B Q T"],
+) -> Float[Tensor, "L B Q o"]:
+    """Outputs of all query heads side by side, for scaled queries; `hidden` is −∞ where a key is not seen."""
+    grouped = queries.float().unflatten(2, (keys.shape[2], -1))
+    scores = torch.einsum("lbhgqd,lbhtd->lbhgqt", grouped, keys) + hidden[:, None, None]
+    output = torch.einsum("lbhgqt,lbhtd->lbqhgd", scores.softmax(dim=-1), values)
+    return output.flatten(3)
+
+
+def attention_loss(mapping: AdaptedMap, readings: Readings, starts: Sequence[int], suffix: int) -> Float[Tensor, ""]:
+    """Squared error of each mapped layer's attention output for the target's own queries, over its energy.
+
+    All layers are computed at once, each on native queries, so that an error is charged to the layer that makes it.
+    """
+    target, layers = mapping.target, mapping.plan.mapped_layers(mapping.target.geometry.layers)
+    chosen = slice(layers.start, layers.stop)
+    made = mapping.mapped(readings, readings.tokens)
+    sinks = mapping.plan.sinks
+    exact = readings.keys[chosen].float(), readings.values[chosen].float()
+    given = target.rotary.apply(made.keys, made.positions), made.values
+    mixed = [torch.cat((native[..., :sinks, :], part), dim=-2) for native, part in zip(exact, given, strict=True)]
+    every = torch.arange(readings.tokens, device=readings.queried.device)
+    later = every > readings.queried[..., None]
+    hidden = torch.zeros(later.shape, device=later.device).masked_fill_(later, -torch.inf)
+    queries = readings.queries[chosen]
+    with torch.no_grad():
+        wanted = attend(queries, *exact, hidden)
+    error = attend(queries, mixed[0], mixed[1], hidden) - wanted
+    shares = []
+    for weight, wrong, right in zip(output_projections(target.model)[chosen], error, wanted, strict=True):
+        projected = weight.float().T
+        shares.append((wrong @ projected).square().sum() / (right @ projected).square().sum())
+    return torch.stack(shares).mean()
+
+
+def kl_loss(mapping: AdaptedMap, readings: Readings, starts: Sequence[int], suffix: int) -> Float[Tensor, ""]:
+    """`KL(native ‖ mapped)` of the next token, in nats, over forced continuations after each hand-off."""
+    target = mapping.target
+    made = mapping.mapped(readings, max(starts))
+    cached = carried_cache(target, mapping.plan, readings, made)
+    given = compat.head_logits(target.model, read_suffixes(target, cached, readings.input_ids, starts, suffix))
+    with torch.no_grad():
+        positions = suffix_positions(starts, suffix).to(readings.output.device)
+        native = compat.head_logits(target.model, readings.output[:, positions]).float().log_softmax(dim=-1)
+    return kl_divergence(native, given.float().log_softmax(dim=-1)).mean()
+
+
+LOSSES: dict[str, Loss] = {"mse": mse_loss, "attention": attention_loss, "kl": kl_loss}

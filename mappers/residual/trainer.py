@@ -1,0 +1,205 @@
+"""The training loop: stages of steps, looks at the dev KL, early stopping, checkpoints."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate.utils import reduce
+from jaxtyping import Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from kvbridge.errors import TrainingError, UsageError
+from kvbridge.mappers.residual.losses import LOSSES, Loss
+from kvbridge.mappers.residual.mapping import AdaptedMap
+from kvbridge.mappers.residual.progress import Checkpoint, Progress, write_curve
+from kvbridge.mappers.residual.readings import ReadingStore
+from kvbridge.mappers.residual.schedule import Schedule, rate
+from kvbridge.mappers.residual.suffixes import frozen
+from kvbridge.mappers.residual_config import ResidualConfig
+from kvbridge.processes import process_state
+
+CHECKPOINT = "checkpoint.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Steps on one loss."""
+
+    loss: str
+    steps: int
+
+
+def stages_of(config: ResidualConfig) -> list[Stage]:
+    """The stages that the settings ask for."""
+    first = [Stage("attention", config.attention_steps)] if config.attention_steps else []
+    return [*first, Stage(config.loss, config.steps)]
+
+
+class Trainer:
+    """One training of one branch.
+
+    Attributes:
+        mapping: the frozen map and the branch.
+        checkpoint: where it stands.
+    """
+
+    def __init__(
+        self,
+        mapping: AdaptedMap,
+        store: ReadingStore,
+        training: Int[Tensor, "N T"],
+        dev: Int[Tensor, "M T"],
+        config: ResidualConfig,
+        folder: Path,
+    ) -> None:
+        """Prepare a training, or the rest of one that was killed.
+
+        Args:
+            mapping: map and branch; the branch's weights are replaced by those of a checkpoint in `folder`.
+            store: readings of all documents.
+            training: documents to learn from.
+            dev: documents on which the KL is watched.
+            config: how long and how fast.
+            folder: of the checkpoint and the curve; of this training alone.
+
+        Raises:
+            CalibrationError: the checkpoint is damaged.
+            UsageError: the processes cannot share a step's batches evenly, or a suffix does not fit a document.
+        """
+        self.mapping, self.store, self.training, self.dev = mapping, store, training, dev
+        self.config, self.folder, self.stages = config, folder, stages_of(config)
+        self.schedule = Schedule(config, len(training), training.shape[1], mapping.plan.sinks)
+        self.state = process_state()
+        if config.accumulate % self.state.num_processes:
+            raise UsageError(
+                f"mapper.residual.accumulate={config.accumulate}: {self.state.num_processes} processes share the "
+                "batches of a step; give a multiple of their number."
+            )
+        module = mapping.module
+        best = {name: value.detach().clone() for name, value in module.named_parameters()}
+        self.checkpoint = Checkpoint(folder / CHECKPOINT, module, self._optimizer(), best, Progress())
+        self.checkpoint.resume()
+        self.saved = time.monotonic()
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.mapping.module.parameters(), lr=self.config.learning_rate)
+
+    def run(self) -> float:
+        """Train to the end and leave the best weights in the module.
+
+        Returns:
+            Their KL on the dev documents.
+
+        Raises:
+            TrainingError: the loss is not finite; the best weights are in the checkpoint.
+        """
+        progress, total = self.checkpoint.progress, sum(stage.steps for stage in self.stages)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with frozen(self.mapping.target), tqdm(total=total, initial=self._done(), unit="step", desc="residual") as bar:
+            if not progress.curve:
+                self._look(bar)
+            while progress.stage < len(self.stages):
+                self._stage(bar)
+                self.checkpoint.restore_best()
+                progress.stage, progress.step, progress.waited, progress.losses = progress.stage + 1, 0, 0, []
+                self.checkpoint.optimizer = self._optimizer()
+                self._save()
+        self.checkpoint.restore_best()
+        return progress.best_kl
+
+    def _done(self) -> int:
+        progress = self.checkpoint.progress
+        return sum(stage.steps for stage in self.stages[: progress.stage]) + progress.step
+
+    def _stage(self, bar: tqdm) -> None:
+        """The rest of the stage that runs."""
+        progress, stage = self.checkpoint.progress, self.stages[self.checkpoint.progress.stage]
+        while progress.step < stage.steps and progress.waited < self.config.patience:
+            started = time.monotonic()
+            loss = self._step(stage)
+            progress.seconds += time.monotonic() - started
+            progress.step += 1
+            progress.losses.append(loss)
+            bar.update()
+            bar.set_postfix({stage.loss: f"{loss:.4f}", "best dev KL": f"{progress.best_kl:.4f}"})
+            if progress.step % self.config.evaluate_every == 0 or progress.step == stage.steps:
+                self._look(bar)
+            elif time.monotonic() - self.saved > self.config.checkpoint_seconds:
+                self._save()
+
+    def _step(self, stage: Stage) -> float:
+        """One step of Adam; returns the mean loss of its batches over all processes."""
+        progress, loss = self.checkpoint.progress, LOSSES[stage.loss]
+        batches = self.schedule.batches(progress.stage, progress.step)
+        mine = batches[self.state.process_index :: self.state.num_processes]
+        optimizer, module = self.checkpoint.optimizer, self.mapping.module
+        optimizer.zero_grad(set_to_none=True)
+        summed = torch.zeros((), device=self.mapping.target.device)
+        for batch in mine:
+            found = self._loss(loss, self.training[batch.documents], batch.starts) / len(batches)
+            found.backward()
+            summed += found.detach()
+        summed = reduce(summed, "sum")
+        for parameter in module.parameters():
+            parameter.grad = reduce(parameter.grad, "sum")
+        value = float(summed)
+        self._require_finite(value)
+        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), self.config.clip)
+        self._require_finite(float(norm))
+        for group in optimizer.param_groups:
+            group["lr"] = rate(progress.step, stage.steps, self.config.warmup, self.config.learning_rate)
+        optimizer.step()
+        return value
+
+    def _loss(self, loss: Loss, documents: Int[Tensor, "B T"], starts: Sequence[int]) -> Tensor:
+        return loss(self.mapping, self.store.load(list(documents)), starts, self.config.suffix)
+
+    def _require_finite(self, value: float) -> None:
+        progress = self.checkpoint.progress
+        if not math.isfinite(value):
+            raise TrainingError(
+                f"the loss or its gradient is {value} at step {progress.step} of stage {progress.stage + 1}; the best "
+                f"weights so far (KL {progress.best_kl:.4f} on dev documents) are in {self.checkpoint.path}; give a "
+                f"smaller mapper.residual.learning_rate than {self.config.learning_rate:g}."
+            )
+
+    def dev_kl(self) -> float:
+        """Mean KL on the dev documents, at fixed hand-offs."""
+        starts, size, total = self.schedule.looks(), self.config.batch, torch.zeros((), dtype=torch.float64)
+        with torch.no_grad():
+            for first in range(0, len(self.dev), size):
+                part = self.dev[first : first + size]
+                total += len(part) * self._loss(LOSSES["kl"], part, starts).double().cpu()
+        return float(total) / len(self.dev)
+
+    def _look(self, bar: tqdm) -> None:
+        """Measure the dev KL, keep the best weights, and save everything."""
+        progress = self.checkpoint.progress
+        kl = self.dev_kl()
+        self.checkpoint.keep_best(kl)
+        losses = progress.losses
+        look = {
+            "stage": progress.stage,
+            "step": progress.step,
+            "total": self._done(),
+            "loss": sum(losses) / len(losses) if losses else None,
+            "dev_kl": kl,
+            "seconds": progress.seconds,
+        }
+        progress.curve.append(look)
+        progress.losses = []
+        bar.set_postfix({"dev KL": f"{kl:.4f}", "best": f"{progress.best_kl:.4f}"})
+        self._save()
+        if self.state.is_main_process:
+            write_curve(self.folder, progress.curve, [stage.loss for stage in self.stages])
+
+    def _save(self) -> None:
+        if self.state.is_main_process:
+            self.checkpoint.save()
+        self.saved = time.monotonic()

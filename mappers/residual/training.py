@@ -1,0 +1,129 @@
+"""Train the residual branch of a fitted map."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from kvbridge.branch import ResidualBranch
+from kvbridge.calibration import CalibrationConfig, CalibrationMoments
+from kvbridge.fingerprint import digest
+from kvbridge.forms import Form, needed_native_head
+from kvbridge.kernels import FormMap
+from kvbridge.mappers.residual.documents import TrainingText, training_text
+from kvbridge.mappers.residual.mapping import AdaptedMap, branch_inputs, branch_outputs, streams_read
+from kvbridge.mappers.residual.module import ResidualModule
+from kvbridge.mappers.residual.readings import ReadingStore
+from kvbridge.mappers.residual.trainer import Trainer
+from kvbridge.mappers.residual.units import units_of
+from kvbridge.mappers.residual_config import ResidualConfig
+from kvbridge.pair import ModelPair
+from kvbridge.plan import HandoffPlan
+from kvbridge.processes import process_state
+
+
+def training_plan(forms: tuple[Form, ...], plan: HandoffPlan) -> HandoffPlan:
+    """What of a plan decides the hand-offs that are trained on, with the native head that the map reads.
+
+    The length of the native tail does not: whatever the target reads over the carried tokens is one suffix.
+    """
+    heads = [head for head in (needed_native_head(forms), plan.native_head) if head is not None]
+    head = max(heads, default=None)
+    return HandoffPlan(sinks=plan.sinks, native_head=head, native_tail=1, tail_recompute=plan.tail_recompute)
+
+
+def _fingerprint(forms: tuple[Form, ...]) -> str:
+    hasher = hashlib.sha256()
+    for form in forms:
+        hasher.update(json.dumps([form.name, form.options()]).encode())
+        for name, tensor in form.tensors().items():
+            hasher.update(f"{name}{tuple(tensor.shape)}".encode())
+            hasher.update(tensor.contiguous().cpu().float().numpy().tobytes())
+    return hasher.hexdigest()[:16]
+
+
+def _identity(
+    pair: ModelPair, forms: tuple[Form, ...], text: TrainingText, config: ResidualConfig, plan: HandoffPlan
+) -> str:
+    """Digest of all that decides a training's outcome."""
+    settings = {name: value for name, value in asdict(config).items() if name != "checkpoint_seconds"}
+    documents = [hashlib.sha256(part.numpy().tobytes()).hexdigest() for part in (text.training, text.dev)]
+    return digest([pair.identity(), _fingerprint(forms), documents, settings, plan.to_dict()])
+
+
+def prepare_training(
+    pair: ModelPair,
+    forms: tuple[Form, ...],
+    moments: CalibrationMoments,
+    text: TrainingText,
+    config: ResidualConfig,
+    folder: Path,
+    plan: HandoffPlan,
+) -> Trainer:
+    """A trainer whose documents are read and whose branch adds nothing yet, or is where a killed training left it.
+
+    Args:
+        pair: source and target.
+        forms: of the frozen map.
+        moments: that it was fitted on, which give the units.
+        text: documents.
+        config: settings; a kind other than `none`.
+        folder: for readings, checkpoints and curves; several trainings may share it.
+        plan: of the hand-offs.
+
+    Raises:
+        CacheError: the map does not make what the plan maps.
+        CalibrationError: the moments lack something, or a file is damaged.
+        UnsupportedModelError: the target does not show its attention, or its logits are not one linear map.
+    """
+    plan, target = training_plan(forms, plan), pair.target
+    frozen_map = FormMap(tuple(form.to(device=target.device) for form in forms))
+    frozen_map.require_plan(plan, target.geometry.layers)
+    inputs, outputs = branch_inputs(forms, pair.source.geometry), branch_outputs(plan, target.geometry)
+    units = units_of(moments, inputs, outputs, config.directions).to(target.device)
+    module = ResidualModule(config.kind, config.rank, units, config.seed)
+    mapping = AdaptedMap(target, plan, frozen_map, module, inputs, outputs)
+    store = ReadingStore(pair, folder / "readings", streams_read(inputs), config.queries, plan.sinks)
+    state = process_state()
+    with state.main_process_first():
+        store.prepare(text.dev)
+        store.prepare(text.training)
+    place = folder / _identity(pair, forms, text, config, plan)
+    return Trainer(mapping, store, text.training, text.dev, config, place)
+
+
+def train_residual(
+    pair: ModelPair,
+    forms: tuple[Form, ...],
+    moments: CalibrationMoments,
+    calibration: CalibrationConfig,
+    config: ResidualConfig,
+    folder: Path,
+    plan: HandoffPlan | None = None,
+) -> ResidualBranch | None:
+    """Train what is to be added to a map; a killed training goes on where its last checkpoint was.
+
+    Args:
+        pair: source and target.
+        forms: of the fitted map, which stays as it is.
+        moments: that it was fitted on.
+        calibration: settings of these moments, which say what text is fresh.
+        config: kind, rank and training of the branch.
+        folder: for readings, checkpoints and curves.
+        plan: of the hand-offs that are trained on; by default the plain one, with the native head that the map reads.
+
+    Returns:
+        The branch where the dev KL was lowest, at worst one that adds nothing; `None` where none is wanted.
+
+    Raises:
+        CalibrationError, CorpusError, UsageError: settings, moments or text that cannot work.
+        TrainingError: the loss is not finite.
+    """
+    if not config.wanted:
+        return None
+    text = training_text(calibration, config, pair.tokenizer)
+    trainer = prepare_training(pair, forms, moments, text, config, folder, plan or HandoffPlan())
+    trainer.run()
+    return trainer.mapping.branch()

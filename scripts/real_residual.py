@@ -1,0 +1,63 @@
+#!/usr/bin/env python3
+"""Train a residual branch on a map that lies in a bridge, and leave a bridge whose map has it.
+
+For pairs whose training takes hours: every stage resumes after a kill, and `OUT/*/curve.json` shows how it goes. One
+step reads `accumulate` documents once, with `suffixes` hand-offs in each; prompts are never read again after the first
+look at a document, since states, caches and the native output lie in `OUT/readings`.
+
+    python scripts/real_residual.py --source DIR --target DIR --bridge runs/joint/bridge \\
+        --moments runs/joint/calibration --corpus FILE --out runs/joint_gelu kind=gelu rank=256 steps=600
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from kvbridge import Bridge, HandoffPlan, load_pair
+from kvbridge.calibration import MOMENTS, CalibrationMoments
+from kvbridge.mappers.residual import calibration_of, prepare_training, training_text
+from kvbridge.mappers.residual_config import ResidualConfig
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("source", "bridge", "moments", "corpus", "out"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--target", help="left out for --source embedded, which is both models")
+    parser.add_argument("--map", help="name of the map, where the bridge has several")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--storage", default="bfloat16")
+    parser.add_argument("--sinks", type=int, default=4)
+    named = ", ".join(field.name for field in fields(ResidualConfig))
+    parser.add_argument("settings", nargs="*", help=f"name=value of mapper.residual: {named}")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    given: Any = OmegaConf.to_container(OmegaConf.from_dotlist(options.settings))
+    settings = ResidualConfig(**given)
+    pair = load_pair(options.source, options.target, dtype=options.dtype)
+    bridge = Bridge.from_pretrained(options.bridge, pair=pair)
+    moments = CalibrationMoments.load(Path(options.moments) / MOMENTS)
+    moments.require_pair(pair)
+    text = training_text(calibration_of(moments, options.corpus), settings, pair.tokenizer)
+    name = options.map or next(iter(bridge.maps))
+    fitted, out = bridge.map(name), Path(options.out)
+    trainer = prepare_training(pair, fitted.forms, moments, text, settings, out, HandoffPlan(sinks=options.sinks))
+    kl = trainer.run()
+    progress = trainer.checkpoint.progress
+    steps = max(1, sum(stage.steps for stage in trainer.stages))
+    print(f"dev KL {progress.curve[0]['dev_kl']:.4f} → {kl:.4f}; {progress.seconds / steps:.1f} s a step")
+    mapper = fitted.mapper | {"residual": asdict(settings)}
+    adapted = replace(fitted, forms=(*fitted.forms, trainer.mapping.branch()), mapper=mapper)
+    bridge.with_map(name, adapted).save_pretrained(out / "bridge", dtype=options.storage)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""Training residual branches: readings, suffixes with gradients, losses, resuming."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvbridge import compat
+from kvbridge.assembly import hand_off
+from kvbridge.calibration import CalibrationMoments, calibrate
+from kvbridge.errors import CalibrationError, TrainingError, UnsupportedModelError
+from kvbridge.kernels import FormMap
+from kvbridge.mappers import Joint
+from kvbridge.mappers.residual import train_residual
+from kvbridge.mappers.residual.losses import LOSSES, attend, kl_loss
+from kvbridge.mappers.residual.mapping import AdaptedMap
+from kvbridge.mappers.residual.readings import ReadingStore, require_linear_head
+from kvbridge.mappers.residual.suffixes import carried_cache, frozen, read_suffixes
+from kvbridge.mappers.residual.trainer import Trainer
+from kvbridge.mappers.residual_config import ResidualConfig
+from kvbridge.model import KVModel
+from kvbridge.pair import ModelPair
+from tiny_models import kv_model, random_ids, relative_error, tiny_model
+from tiny_pair import tiny_pair
+from tiny_residual import CONFIG, PLAN, Fitted, disturbed, trainer
+
+
+@pytest.mark.parametrize("recomputed", [0, 2], ids="recompute-{}".format)
+def test_suffixes_read_what_hand_offs_do(fitted: Fitted, recomputed: int) -> None:
+    if recomputed:
+        forms = (
+            Joint(boundary=2)
+            .fit(_with_boundary(fitted), fitted.pair.source.geometry, fitted.pair.target.geometry)
+            .forms
+        )
+        fitted = replace(fitted, forms=forms)
+    plan = replace(PLAN, tail_recompute=recomputed)
+    mapping, readings, target = disturbed(fitted.adapted(plan=plan)), fitted.readings(), fitted.pair.target
+    starts, suffix = [30, 41], plan.native_tail
+    with frozen(target):
+        cached = carried_cache(target, plan, readings, mapping.mapped(readings, max(starts)))
+        output = read_suffixes(target, cached, readings.input_ids, starts, suffix)
+    assert output.requires_grad
+    logits = compat.head_logits(target.model, output).detach().unflatten(1, (2, suffix))[:, :, -1]
+    whole = FormMap((*fitted.forms, mapping.branch()))
+    for at, start in enumerate(starts):
+        prompt = readings.input_ids[:, : start + suffix]
+        source = fitted.pair.source.content(fitted.pair.source.read(prompt))
+        handed = hand_off(target, plan, whole, source, prompt)
+        assert relative_error(logits[:, at], handed.logits) < 1e-4
+        native = target.prefill(prompt)[1][:, -1]
+        assert relative_error(native, handed.logits) > 1e-2
+
+
+def _with_boundary(fitted: Fitted) -> CalibrationMoments:
+    found = calibrate(
+        fitted.pair, fitted.calibration, Joint(boundary=2).blocks(), fitted.store.folder.parent / "boundary"
+    )
+    assert found is not None
+    return found
+
+
+def test_the_stored_output_gives_native_logits(fitted: Fitted) -> None:
+    target, readings = fitted.pair.target, fitted.readings()
+    with torch.no_grad():
+        made = compat.head_logits(target.model, readings.output)
+    _, logits = target.prefill(readings.input_ids, logits_to_keep=readings.tokens)
+    torch.testing.assert_close(made, logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "phi3", "gpt_neox", "olmo2"])
+def test_recorded_queries_give_the_attention_of_the_model(architecture: str, tmp_path: Path) -> None:
+    model, ids = kv_model(architecture), random_ids(24, batch=2)
+    pair = ModelPair(model, model, tiny_pair().tokenizer, "tokens")
+    store = ReadingStore(pair, tmp_path, (), 9, 2)
+    store.prepare(ids)
+    readings = store.load(list(ids))
+    found: list[Tensor] = []
+    names = ("o_proj", "dense")
+    handles = [
+        part.register_forward_pre_hook(lambda _, given: found.append(given[0]))
+        for name, part in model.model.named_modules()
+        if name.rsplit(".", 1)[-1] in names
+    ]
+    model.read(ids)
+    for handle in handles:
+        handle.remove()
+    later = torch.arange(24) > readings.queried[..., None]
+    hidden = torch.zeros(later.shape).masked_fill_(later, -torch.inf)
+    made = attend(readings.queries, readings.keys, readings.values, hidden)
+    wanted = torch.stack(found)[:, torch.arange(2)[:, None], readings.queried]
+    assert made.shape == wanted.shape
+    assert relative_error(made, wanted) < 1e-5
+
+
+def test_a_target_that_scales_its_logits_is_refused() -> None:
+    model = KVModel.wrap(tiny_model("cohere-interleaved", logit_scale=0.25))
+    with pytest.raises(UnsupportedModelError, match="does more to its logits"):
+        require_linear_head(model, random_ids(8))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_gradients_reach_the_branch_and_nothing_else(fitted: Fitted, loss: str) -> None:
+    mapping, readings = disturbed(fitted.adapted(), 0.2), fitted.readings()
+    parameters = list(mapping.module.parameters())
+
+    def value() -> Tensor:
+        return LOSSES[loss](mapping, readings, [24, 40], 8)
+
+    with frozen(fitted.pair.target):
+        value().backward()
+    assert all(parameter.grad is None for parameter in fitted.pair.target.model.parameters())
+    assert all(parameter.requires_grad for parameter in fitted.pair.target.model.parameters())
+    gradients = [parameter.grad for parameter in parameters]
+    slope = sum(float(gradient.square().sum()) for gradient in gradients if gradient is not None)
+    size = 1e-2 / slope**0.5
+    with torch.no_grad():
+        ends = []
+        for sign in (1, -2):
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.add_(sign * size * gradient)
+            ends.append(float(value()))
+    assert (ends[0] - ends[1]) / (2 * size) == pytest.approx(slope, rel=0.05)
+
+
+def test_the_kl_of_exact_states_is_none(fitted: Fitted, monkeypatch: pytest.MonkeyPatch) -> None:
+    mapping, readings, target = fitted.adapted(), fitted.readings(), fitted.pair.target
+    exact = target.content(target.read(readings.input_ids)).layers(PLAN.mapped_layers(4))
+    monkeypatch.setattr(AdaptedMap, "mapped", lambda self, given, stop: exact.span(PLAN.sinks, stop))
+    for name, loss in LOSSES.items():
+        assert float(loss(mapping, readings, [24, 40], 8).detach()) < 1e-6, name
+    shifted = replace(exact, keys=exact.keys.roll(1, dims=3))
+    monkeypatch.setattr(AdaptedMap, "mapped", lambda self, given, stop: shifted.span(PLAN.sinks, stop))
+    for name, loss in LOSSES.items():
+        assert float(loss(mapping, readings, [24, 40], 8).detach()) > 1e-3, name
+
+
+def curve(trained: Trainer) -> list[Any]:
+    return [
+        {name: value for name, value in look.items() if name != "seconds"} for look in trained.checkpoint.progress.curve
+    ]
+
+
+def test_a_killed_training_ends_with_the_same_bits(
+    fitted: Fitted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {"attention_steps": 2, "checkpoint_seconds": 1e-6}
+    whole = trainer(fitted, tmp_path / "whole", **settings)
+    whole.run()
+    step: Callable[..., float] = Trainer._step
+    for killed_at in (1, 3, 4):
+
+        def killed(self: Trainer, stage: Any, at: int = killed_at) -> float:
+            if self._done() == at:
+                raise KeyboardInterrupt
+            return step(self, stage)
+
+        monkeypatch.setattr(Trainer, "_step", killed)
+        with pytest.raises(KeyboardInterrupt):
+            trainer(fitted, tmp_path / "parts", **settings).run()
+    monkeypatch.setattr(Trainer, "_step", step)
+    parts = trainer(fitted, tmp_path / "parts", **settings)
+    assert parts._done() == 4
+    parts.run()
+    assert curve(parts) == curve(whole)
+    for name, value in whole.mapping.module.named_parameters():
+        assert torch.equal(value, parts.mapping.module.get_parameter(name)), name
+
+
+def test_training_lowers_the_kl_and_is_not_repeated(
+    fitted: Fitted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {"steps": 24, "evaluate_every": 8, "learning_rate": 1e-2}
+    config = replace(CONFIG, **settings)
+    arguments = fitted.pair, fitted.forms, fitted.moments, fitted.calibration, config, tmp_path
+    branch = train_residual(*arguments)
+    (place,) = {path.parent for path in tmp_path.rglob("curve.json")}
+    assert (place / "curve.png").stat().st_size > 1000
+    looks = trainer(fitted, tmp_path, **settings).checkpoint.progress.curve
+    assert [look["step"] for look in looks] == [0, 8, 16, 24]
+    assert looks[-1]["loss"] < 0.9 * looks[1]["loss"]
+    assert min(look["dev_kl"] for look in looks) < looks[0]["dev_kl"]
+    monkeypatch.setattr(Trainer, "_step", None)
+    again = train_residual(*arguments)
+    assert branch is not None
+    assert again is not None
+    assert torch.equal(again.expand, branch.expand)
+    assert branch.expand.any()
+
+
+def test_no_branch_is_trained_where_none_is_wanted(fitted: Fitted, tmp_path: Path) -> None:
+    config = ResidualConfig()
+    assert train_residual(fitted.pair, fitted.forms, fitted.moments, fitted.calibration, config, tmp_path) is None
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_training_that_diverges_stops_and_keeps_its_best(fitted: Fitted, tmp_path: Path) -> None:
+    diverging = trainer(fitted, tmp_path, learning_rate=1e30, warmup=0, loss="mse")
+    with pytest.raises(TrainingError, match=r"is (nan|inf) at step .* smaller mapper\.residual\.learning_rate"):
+        diverging.run()
+    kept = trainer(fitted, tmp_path, learning_rate=1e30, warmup=0, loss="mse").checkpoint
+    assert kept.path.exists()
+    assert not kept.best["expand"].any()
+
+
+def test_training_stops_early(fitted: Fitted, tmp_path: Path) -> None:
+    early = trainer(fitted, tmp_path, learning_rate=1e-30, evaluate_every=1, patience=2)
+    early.run()
+    assert [look["step"] for look in early.checkpoint.progress.curve] == [0, 1, 2]
+
+
+def test_damaged_readings_are_refused(fitted: Fitted, tmp_path: Path) -> None:
+    store = replace(fitted.store, folder=tmp_path)
+    store.prepare(fitted.documents[:1])
+    path = store.place(fitted.documents[0])
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 255
+    path.write_bytes(data)
+    with pytest.raises(CalibrationError, match="damaged"):
+        store.load([fitted.documents[0]])
+
+
+def test_kl_is_a_mean_over_documents(fitted: Fitted) -> None:
+    mapping = fitted.adapted()
+    with torch.no_grad():
+        both = float(kl_loss(mapping, fitted.readings(), [24, 40], 8))
+        apart = [float(kl_loss(mapping, fitted.store.load([row]), [24, 40], 8)) for row in fitted.documents]
+    assert both == pytest.approx(sum(apart) / 2, rel=1e-4)
