@@ -86,6 +86,7 @@ def test_the_command_stores_a_gate_in_the_bridge(kvbridge: Run, tmp_path: Path) 
     assert (gate["map"], gate["plan"]["native_tail"], gate["documents"]) == ("ridge", 16, 10)
     assert again.fingerprint() == bridge.fingerprint()
     shown = kvbridge("inspect", "out=out").out
+    assert "directions each of keys and values, " in shown
     assert f"gate of map ridge: novelty up to {gate['novelty']:.3f}" in " ".join(shown.split())
     assert kvbridge("calibrate-gate", *given, "gate.share=0.5", "plan.native_tail=1").code == 0
     stored = json.loads((tmp_path / "out/bridge/config.json").read_text())["gates"]

@@ -43,6 +43,10 @@ def _summary(bridge: Bridge, location: str) -> Table:
             f"{geometry['head_dim']}, RoPE {geometry['rope_kind']}, fingerprint {bridge.identity[role]})"
         )
     rows["calibration"] = f"{bridge.calibration.get('rows', 0):,} rows"
+    if bridge.novelty is not None:
+        directions = bridge.novelty.variances.shape[1]
+        size = bridge.novelty.bytes() / 1e3
+        rows["novelty"] = f"{directions} directions each of keys and values, {size:,.0f} KB"
     for name, each in bridge.maps.items():
         rows |= _map_rows(name, each, bridge.pair["target"]["geometry"]["layers"])
     for name, value in rows.items():
