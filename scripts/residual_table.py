@@ -20,7 +20,6 @@ from matplotlib.axes import Axes
 
 from kvbridge import Bridge, HandoffPlan, ModelPair, load_pair
 from kvbridge.calibration import MOMENTS, CalibrationMoments, CorpusConfig
-from kvbridge.embedded import CALIBRATION_TEXT
 from kvbridge.eval import EvalConfig, evaluate
 from kvbridge.eval.arms import Arm, mapped_arm
 from kvbridge.eval.documents import take_documents
@@ -101,9 +100,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("bridge", "moments", "out"):
         parser.add_argument(f"--{name}", required=True)
-    parser.add_argument(
-        "--calibration", default=str(CALIBRATION_TEXT), help="the text that the moments were drawn from"
-    )
+    parser.add_argument("--calibration", default="embedded", help="the text that the moments were drawn from")
     parser.add_argument("--map", help="name of the map, where the bridge has several")
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8, 16, 32, 64, 128])
     parser.add_argument("--compared", type=int, default=64, help="rank at which text and inputs are compared")
