@@ -48,7 +48,7 @@ class _Reference:
     rollout_logits: Float[Tensor, "R V"]
 
     @classmethod
-    def of(cls, native: Reading, document: Document, rollout: int, ends: set[int], vocabulary: int) -> _Reference:
+    def of(cls, native: Reading, document: Document, rollout: int, ends: Set[int], vocabulary: int) -> _Reference:
         tokens, logits = native.generate(rollout, vocabulary)
         length = rollout_length(tokens, ends)
         gold = document.gold.to(native.model.device)

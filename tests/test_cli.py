@@ -343,7 +343,7 @@ REFUSED: dict[str, tuple[str, list[str], str]] = {
     "command": ("train", [], r"^'train' is no command; expected one of run, calibrate, fit, eval, .*doctor.*\.$"),
     "option": ("--verbose", [], r"^'--verbose' is no command; expected one of run,"),
     "option-of-a-command": ("run", ["--verbose"], r"^--verbose is no option; settings are given as mapper\.k=8"),
-    "setting": ("run", ["mapper.kk=1"], r"^Could not override 'mapper\.kk': Key 'kk' not in 'Ridge'"),
+    "setting": ("run", ["mapper.kk=1"], r"^Could not override 'mapper\.kk': Key 'kk' not in 'Ridge"),
     "root-setting": ("run", ["moment=x"], r"^Could not override 'moment': Key 'moment' not in 'RootConfig'"),
     "added-setting": ("run", ["+pair.dtpye=float16"], r"^pair\.dtpye is no setting; expected one of source, target,"),
     "added-mapper-setting": ("run", ["+mapper.z=1"], r"^mapper\.z is no setting; expected one of k, penalty,"),

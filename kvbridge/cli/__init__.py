@@ -18,8 +18,7 @@ commands
   eval        score a finished bridge; writes OUT/results.json and a report
   plan        measure a bridge's maps under many plans, and say which is best for which budget
               (--sizes: how large a calibration and its map will be, before any model is loaded)
-  calibrate-gate
-              measure on which hand-offs a bridge can be trusted, and store the limits in it
+  calibrate-gate  measure on which hand-offs a bridge can be trusted, and store the limits in it
   bench       time a bridge's hand-off beside the prefill that it replaces; writes OUT/bench
   cascade     answer prompts with both models, the large one going on from the small one's cache
   calibrate-policy  find the doubt at which the large model should take over

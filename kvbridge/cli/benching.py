@@ -9,12 +9,11 @@ from rich.table import Table
 from kvbridge.bridge import Bridge
 from kvbridge.cli.planning import chosen, require_one_process
 from kvbridge.cli.settings import Settings
+from kvbridge.processes import alone
 
 
 def bench_command(config: DictConfig) -> None:
     """Time a hand-off, once it is known to be right, and show what quality the same map and plan reach."""
-    from kvbridge.eval.status import alone
-
     settings = Settings.of(config)
     settings.refuse("moments")
     require_one_process("bench")

@@ -13,12 +13,11 @@ from kvbridge.cli.planning import chosen, provisional, require_one_process
 from kvbridge.cli.settings import Settings
 from kvbridge.errors import UsageError
 from kvbridge.pair import ModelPair
+from kvbridge.processes import alone
 
 
 def calibrate_gate_command(config: DictConfig) -> None:
     """Hand off documents, choose limits that keep the promise, and store them in the bridge."""
-    from kvbridge.eval.status import alone
-
     settings = Settings.of(config)
     settings.refuse("moments")
     require_one_process("calibrate-gate")
