@@ -1,9 +1,9 @@
 """Is what exact mode writes the target's own text, and where it is not, was it a near-tie?
 
-In fp32 greedy text is the same token for token. In a narrower type the target does not even agree with itself: a pass
-over several tokens rounds otherwise than one pass per token, so the choice between two tokens that are all but equal
-can fall either way. Such a place is told from an error by comparing the gap between the two tokens with the difference
-between two native readings of the same text.
+In fp32 greedy text is the same token for token. In a narrower type the target does not even agree with itself: logits
+round otherwise when a text is read at once, in pieces or token by token, so the choice between two tokens that are all
+but equal can fall either way. Such a place is told from an error by comparing the gap between the two tokens with the
+differences between these native readings.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -22,6 +22,8 @@ from kvbridge.cascade.writing import agreeing
 from kvbridge.errors import UsageError
 from kvbridge.model import KVModel
 
+PIECE = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -30,7 +32,8 @@ class Difference:
     Attributes:
         at: its place among the new tokens.
         gap: between the target's logits of the two tokens, in nats.
-        noise: largest difference between the target's logits there when it reads the text at once and token by token.
+        noise: largest difference between the target's logits there when it reads the text as `generate` does, at once,
+            and in pieces.
     """
 
     at: int
@@ -39,7 +42,7 @@ class Difference:
 
     @property
     def near_tie(self) -> bool:
-        """Whether two native readings can differ about the two tokens."""
+        """Whether native readings can differ about the two tokens."""
         return self.gap <= 2 * self.noise
 
 
@@ -75,10 +78,17 @@ def first_difference(
     if at == min(len(written), len(own)):
         return None
     prompt: list[int] = input_ids[0].tolist()
+    text = [*prompt, *own[:at]]
+    as_generated = _read(target, [prompt, *([token] for token in own[:at])])
+    pieces = [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
+    others = torch.stack([_read(target, [text]), _read(target, pieces)])
+    gap = float((as_generated[own[at]] - as_generated[written[at]]).abs())
+    return Difference(at, gap, float((others - as_generated).abs().max()))
+
+
+def _read(target: KVModel, parts: list[list[int]]) -> Float[Tensor, "V"]:
+    """The target's logits after a text that it reads in these parts, in fp32."""
     reader = Reader.fresh(target)
-    stepwise = reader.read(prompt)
-    for token in own[:at]:
-        stepwise = reader.read([token])
-    at_once = Reader.fresh(target).read([*prompt, *own[:at]])
-    gap = float((stepwise[0, own[at]].float() - stepwise[0, written[at]].float()).abs())
-    return Difference(at, gap, float((stepwise.float() - at_once.float()).abs().max()))
+    for part in parts[:-1]:
+        reader.take_in(part)
+    return reader.read(parts[-1])[0].float()
