@@ -13,6 +13,7 @@ import torch
 from hydra import compose, initialize_config_module
 
 from kvbridge.bridge import Bridge
+from kvbridge.calibration import CalibrationMoments, Moments
 from kvbridge.cli.fitting import fit_map
 from kvbridge.cli.settings import Settings, register
 from kvbridge.forms import ResidualBranch
@@ -22,9 +23,7 @@ from kvbridge.variables import Span
 from tiny_branch import JOINT, make_basis, make_branch, pair
 
 ALL = (Span("target.keys", 0, 4), Span("target.values", 0, 4))
-NO_MOMENTS = SimpleNamespace(
-    info={"identity": {}}, sets={("fit", part): SimpleNamespace(rows=1) for part in ("rest", "first")}
-)
+NO_MOMENTS = CalibrationMoments({("fit", part): Moments.zeros({}, ()) for part in ("rest", "first")}, {"identity": {}})
 
 
 @dataclass(frozen=True)
