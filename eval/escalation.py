@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from kvbridge.cascade import Above, Cascade, Progress, Result
+from kvbridge.cascade import Above, Cascade, Progress, Result, SamplingParams
 from kvbridge.cascade.policy_file import measure_named
-from kvbridge.cascade.scores import SCORES
+from kvbridge.cascade.scores import SCORES, Score
 from kvbridge.errors import UsageError
 from kvbridge.eval.answer_tasks import AnswerTask, embedded_tasks, read_tasks
 from kvbridge.eval.partial import PartialResults

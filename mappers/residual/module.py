@@ -63,5 +63,6 @@ class ResidualModule(nn.Module):
             reduce = self.units.on_inputs(self.reduce)
             offset = self.offset.double() - self.units.mean.double() @ reduce.double()
             parts = (reduce, offset.float(), self.expand * self.units.output, self.bias * self.units.output)
-            cpu = [part.detach().cpu().contiguous() for part in parts]
-        return ResidualBranch(tuple(inputs), tuple(outputs), self.kind, *cpu, target.kv_heads, target.head_dim)
+            reduce, offset, expand, bias = (part.detach().cpu().contiguous() for part in parts)
+        weights = reduce, offset, expand, bias
+        return ResidualBranch(tuple(inputs), tuple(outputs), self.kind, *weights, target.kv_heads, target.head_dim)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate.utils import reduce
@@ -39,6 +40,12 @@ def stages_of(config: ResidualConfig) -> list[Stage]:
     """The stages that the settings ask for."""
     first = [Stage("attention", config.attention_steps)] if config.attention_steps else []
     return [*first, Stage(config.loss, config.steps)]
+
+
+def _summed(tensor: Tensor) -> Tensor:
+    """A tensor summed over all processes."""
+    total: Any = reduce(tensor, "sum")
+    return total
 
 
 class Trainer:
@@ -145,10 +152,10 @@ class Trainer:
             found = self._loss(loss, self.training[batch.documents], batch.starts) / len(batches)
             found.backward()
             summed += found.detach()
-        summed = reduce(summed, "sum")
+        value = float(_summed(summed))
         for parameter in module.parameters():
-            parameter.grad = reduce(parameter.grad, "sum")
-        value = float(summed)
+            # A process without a batch of its own adds nothing.
+            parameter.grad = _summed(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
         self._require_finite(value)
         norm = torch.nn.utils.clip_grad_norm_(module.parameters(), self.config.clip)
         self._require_finite(float(norm))
