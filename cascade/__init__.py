@@ -1,7 +1,9 @@
 """Runtime, escalation policies, gate and fallback, sessions, server, engine connector."""
 
+from kvbridge.cascade.exact import DraftSchedule
 from kvbridge.cascade.gate import Gate, GateLimits, GateReading
-from kvbridge.cascade.guard import Guarded, guarded_hand_off, reread
+from kvbridge.cascade.guard import Guarded, Judge, guarded_hand_off
+from kvbridge.cascade.modes import Mode
 from kvbridge.cascade.outcome import APPLIED, FALLBACK, OUTCOMES, UNSUPPORTED, Outcome
 from kvbridge.cascade.policies import Above, AllOf, Always, AnyOf, Custom, LongPrompt, Never, OfTask, Policy, Rule
 from kvbridge.cascade.result import HandoffReport, Result
@@ -22,6 +24,7 @@ __all__ = [
     "AnyOf",
     "Cascade",
     "Custom",
+    "DraftSchedule",
     "FirstTokenEntropy",
     "FirstTokenMargin",
     "Gate",
@@ -29,8 +32,10 @@ __all__ = [
     "GateReading",
     "Guarded",
     "HandoffReport",
+    "Judge",
     "LongPrompt",
     "MeanSurprise",
+    "Mode",
     "Never",
     "OfTask",
     "Outcome",
@@ -42,5 +47,4 @@ __all__ = [
     "Session",
     "StateStore",
     "guarded_hand_off",
-    "reread",
 ]

@@ -4,70 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from kvbridge.assembly import Handoff, hand_off, timed
+from kvbridge.assembly import Handoff, timed
 from kvbridge.bridge import Bridge
-from kvbridge.cascade.memory import Memory, check_logits
-from kvbridge.cascade.outcome import APPLIED, FALLBACK, UNSUPPORTED, Outcome
+from kvbridge.cascade.gate import BELONGING, Gate, GateLimits
+from kvbridge.cascade.guard import Guarded, Judge, guarded_hand_off
+from kvbridge.cascade.memory import Memory, shared_cache
+from kvbridge.cascade.outcome import APPLIED, FALLBACK, UNSUPPORTED
 from kvbridge.cascade.result import HandoffReport
-from kvbridge.cascade.store import MappedKey, StateStore
-from kvbridge.errors import CacheError
+from kvbridge.cascade.store import ExactKey, MappedKey, StateStore
+from kvbridge.errors import CacheError, UsageError
 from kvbridge.kernels import FormMap
 from kvbridge.pair import ModelPair
 from kvbridge.plan import HandoffPlan
-from kvbridge.states import ContentStates
-
-
-@runtime_checkable
-class GateReading(Protocol):
-    """What a gate says of a hand-off.
-
-    Attributes:
-        check: which of its checks this is.
-        score: the error that it found, in the unit of the check.
-        limit: the score above which it refuses.
-        reason: why it refuses.
-        passed: whether the hand-off may be used.
-    """
-
-    @property
-    def check(self) -> str: ...
-
-    @property
-    def score(self) -> float: ...
-
-    @property
-    def limit(self) -> float: ...
-
-    @property
-    def reason(self) -> str: ...
-
-    @property
-    def passed(self) -> bool: ...
-
-
-@runtime_checkable
-class Gate(Protocol):
-    """Judges hand-offs."""
-
-    def assess(self, source_states: ContentStates, input_ids: Int[Tensor, "B T"]) -> GateReading:
-        """Before a hand-off, from the source's states of the whole conversation."""
-        ...
-
-    def map_tail(
-        self, handoff: Handoff, source_states: ContentStates, input_ids: Int[Tensor, "B T"]
-    ) -> ContentStates | None:
-        """What the map makes of the tokens that the target read itself."""
-        ...
-
-    def check(self, handoff: Handoff, mapped_tail: ContentStates | None) -> GateReading:
-        """After a hand-off, before anything is read after it."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +36,6 @@ class Carried:
     report: HandoffReport
 
 
-class _Refused(Exception):
-    """A hand-off that must not be used, and what the gate said."""
-
-    def __init__(self, reason: str, reading: GateReading | None = None) -> None:
-        super().__init__(reason)
-        self.reading = reading
-
-
 @dataclass(slots=True)
 class Carrier:
     """Hands conversations to the target of one pair.
@@ -100,12 +45,13 @@ class Carrier:
         bridge: whose map is used; without one the target always reads for itself.
         name: of the map in the bridge.
         plan: what the target computes natively.
-        gate: judges every hand-off; none by default.
+        gate: judges every hand-off. `auto` takes the bridge's own where it has limits for map and plan, `require`
+            refuses to work without it, `None` makes no checks but whether numbers are finite.
         states: keeps caches between requests; none by default.
 
     Raises:
         PairMismatchError: the bridge was made for another pair.
-        UsageError: the bridge has no map of that name, or several and none is named.
+        UsageError: the bridge has no map of that name, or several and none is named; or no gate, where it is required.
         CacheError, PlanError: plan and map do not fit.
     """
 
@@ -113,27 +59,45 @@ class Carrier:
     bridge: Bridge | None
     name: str | None = None
     plan: HandoffPlan = field(default_factory=HandoffPlan)
-    gate: Gate | None = None
+    gate: Judge | str | None = "auto"
     states: StateStore | None = None
     mapping: FormMap | None = field(init=False, default=None)
     key: MappedKey | None = field(init=False, default=None)
+    judge: Judge | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        if self.bridge is None:
-            return
-        self.bridge.require_pair(self.pair)
-        self.name = self.bridge.map_name(self.name)
+        if self.bridge is not None:
+            self._use(self.bridge)
+        self.judge = self._judge()
+
+    def _use(self, bridge: Bridge) -> None:
+        bridge.require_pair(self.pair)
+        self.name = bridge.map_name(self.name)
         source, target = self.pair.source, self.pair.target
-        self.mapping = FormMap.of(self.bridge, self.name, device=target.device)
+        self.mapping = FormMap.of(bridge, self.name, device=target.device)
         self.mapping.require_plan(self.plan, target.geometry.layers)
         self.key = MappedKey(
             target.fingerprint,
             str(target.dtype),
             source.fingerprint,
             source.revision,
-            f"{self.bridge.fingerprint()}/{self.name}",
+            f"{bridge.fingerprint()}/{self.name}",
             self.plan,
         )
+
+    def _judge(self) -> Judge | None:
+        """What judges hand-offs."""
+        if not isinstance(self.gate, str):
+            return self.gate
+        if self.gate not in ("auto", "require"):
+            raise UsageError(f"gate={self.gate!r}: give auto, require, a gate, or None for no checks.")
+        if self.bridge is None or self.mapping is None:
+            if self.gate == "require":
+                raise UsageError("gate='require' and no bridge: give a bridge that holds a gate, or gate='auto'.")
+            return None
+        if self.gate == "auto" and not GateLimits.held(self.bridge, self.plan, self.name):
+            return None
+        return Gate.of(self.pair, self.bridge, self.mapping, self.plan, self.name)
 
     def carry(self, source: Memory, target: Memory, tokens: Sequence[int], tail: int = 1) -> Carried:
         """Give a conversation to the target.
@@ -147,20 +111,46 @@ class Carrier:
         Raises:
             CacheError: even the target's own reading gives no usable logits.
         """
+        handoff, report = self.offer(source, target, tokens, tail)
+        if handoff is None:
+            return self.reread(target, tokens, report)
+        approximate = target.approximate or handoff.split.carried > 0
+        target.adopt(tokens, handoff.cache, approximate=approximate)
+        target.read_tokens += report.native
+        if self.states is not None and not report.held:
+            self.states.keep_sinks(target, self.plan.sinks)
+        return Carried(handoff.logits[0], report)
+
+    def offer(
+        self, source: Memory, target: Memory, tokens: Sequence[int], tail: int = 1
+    ) -> tuple[Handoff | None, HandoffReport]:
+        """A hand-off that the gate lets pass, which `target` does not take yet; or none, and why.
+
+        Args: as `carry`.
+        """
         plan = replace(self.plan, native_tail=max(self.plan.native_tail, tail))
         if self.states is not None and self.key is not None:
             self.states.resume(self.key, tokens, target)
             self.states.resume_sinks(tokens, target, plan.sinks)
         why_not = self._why_not(plan, target, tokens)
         if self.mapping is None or why_not:
-            return self.reread(target, tokens, UNSUPPORTED, why_not)
-        try:
-            return self._hand_off(self.mapping, plan, source, target, tokens)
-        except _Refused as refused:
-            carried = self.reread(target, tokens, FALLBACK, str(refused))
-            return Carried(carried.logits, _with_reading(carried.report, refused.reading))
-        except CacheError as error:
-            return self.reread(target, tokens, FALLBACK, str(error))
+            return None, HandoffReport(UNSUPPORTED, why_not)
+        held, seconds = target.align(tokens), dict[str, float]()
+        guarded = self._guarded(self.mapping, plan, source, target, tokens, seconds)
+        readings, seconds = tuple(guarded.readings), seconds | guarded.seconds
+        if guarded.handoff is None:
+            return None, HandoffReport(FALLBACK, guarded.reason, seconds=seconds, readings=readings)
+        return guarded.handoff, _applied(guarded.handoff, HandoffReport(APPLIED, "", 0, 0, held, seconds, readings))
+
+    def native(self, target: Memory, tokens: Sequence[int]) -> Memory:
+        """What the target holds exactly of a conversation, in a memory that grows on its own."""
+        native = Memory(target.model)
+        if not target.approximate:
+            native.adopt(target.tokens, shared_cache(target.model, target.cache), approximate=False)
+        if self.states is not None:
+            self.states.resume(ExactKey.of(target.model), tokens, native)
+        native.align(tokens)
+        return native
 
     def _why_not(self, plan: HandoffPlan, target: Memory, tokens: Sequence[int]) -> str:
         """Why there is nothing to try; empty where there is."""
@@ -174,58 +164,57 @@ class Carrier:
             return f"{len(tokens)} tokens leave nothing to carry between sinks and tail"
         return ""
 
-    def _hand_off(
-        self, mapping: FormMap, plan: HandoffPlan, source: Memory, target: Memory, tokens: Sequence[int]
-    ) -> Carried:
-        model, held = target.model, target.align(tokens)
-        seconds, reading = dict[str, float](), None
-        source.hold(tokens)
-        with timed(seconds, "strip", model.device):
-            states = self.pair.source.content(source.cache)
+    def _guarded(
+        self,
+        mapping: FormMap,
+        plan: HandoffPlan,
+        source: Memory,
+        target: Memory,
+        tokens: Sequence[int],
+        seconds: dict[str, float],
+    ) -> Guarded:
+        """Hand off behind the gate; a source cache that is broken or of another text is dropped."""
+        model = target.model
+        try:
+            source.hold(tokens)
+            with timed(seconds, "strip", model.device):
+                states = self.pair.source.content(source.cache)
+        except CacheError as error:
+            source.reset()
+            return Guarded(reason=str(error))
         input_ids = torch.tensor([list(tokens)], device=model.device)
-        if self.gate is not None:
-            with timed(seconds, "gate", model.device):
-                _require(self.gate.assess(states, input_ids))
-        handoff = hand_off(model, plan, mapping, states, input_ids, held=target.cache if held else None)
-        check_logits(handoff.logits[0])
-        if self.gate is not None:
-            with timed(seconds, "gate", model.device):
-                reading = self.gate.check(handoff, self.gate.map_tail(handoff, states, input_ids))
-            _require(reading)
-        report = _applied(handoff, held, seconds)
-        target.adopt(tokens, handoff.cache, approximate=target.approximate or handoff.split.carried > 0)
-        target.read_tokens += report.native
-        if self.states is not None and not held:
-            self.states.keep_sinks(target, plan.sinks)
-        return Carried(handoff.logits[0], _with_reading(report, reading))
+        held = target.cache if target.tokens else None
+        guarded = guarded_hand_off(self.judge, model, plan, mapping, states, input_ids, held=held)
+        if guarded.handoff is None and any(each.check in BELONGING for each in guarded.readings):
+            source.reset()
+        return guarded
 
-    def reread(self, target: Memory, tokens: Sequence[int], outcome: Outcome, reason: str) -> Carried:
-        """Let the target read for itself what it does not hold exactly."""
+    def reread(self, target: Memory, tokens: Sequence[int], why: HandoffReport) -> Carried:
+        """Let the target read for itself what it does not hold exactly.
+
+        Args:
+            target: what it holds of the conversation.
+            tokens: the conversation.
+            why: outcome and reason, and what was tried.
+
+        Raises:
+            CacheError: even the target's own reading gives no usable logits.
+        """
         if target.approximate:
             target.reset()
+        if self.states is not None:
+            self.states.resume(ExactKey.of(target.model), tokens, target)
         held, seconds = target.align(tokens), dict[str, float]()
         with timed(seconds, "prefill", target.model.device):
             logits = target.read(tokens)
-        return Carried(logits, HandoffReport(outcome, reason, 0, len(tokens) - held, held, seconds))
+        return Carried(logits, replace(why, native=len(tokens) - held, held=held, seconds=why.seconds | seconds))
 
 
-def _applied(handoff: Handoff, held: int, seconds: dict[str, float]) -> HandoffReport:
+def _applied(handoff: Handoff, report: HandoffReport) -> HandoffReport:
     split, attended = handoff.split, len(handoff.attended)
-    return HandoffReport(
-        APPLIED,
+    return replace(
+        report,
         carried=split.carried - attended,
         native=split.native + attended,
-        held=held,
-        seconds=handoff.seconds | seconds,
+        seconds=handoff.seconds | report.seconds,
     )
-
-
-def _require(reading: GateReading) -> None:
-    if not reading.passed:
-        raise _Refused(reading.reason, reading)
-
-
-def _with_reading(report: HandoffReport, reading: GateReading | None) -> HandoffReport:
-    if reading is None:
-        return report
-    return replace(report, check=reading.check, error_estimate=reading.score, error_limit=reading.limit)

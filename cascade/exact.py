@@ -86,6 +86,46 @@ def _draft_steps(
         yield writing.draft(token)
 
 
+def write_exactly(
+    writing: Writing,
+    handoff: Handoff,
+    native: Reader,
+    schedule: DraftSchedule,
+    drafter: SourceDrafter | None = None,
+) -> Generator[Event, None, Ending]:
+    """Exact mode from where the target's own cache is.
+
+    Args:
+        writing: of which nothing is committed yet.
+        handoff: the target's mapped cache of the prompt, which is left as it is.
+        native: the target over an exact cache of the beginning of the prompt, or of nothing; it reads the rest.
+        schedule: how drafting and prefill take turns.
+        drafter: the source, which drafts what follows the first verification; without it the target writes alone.
+
+    Raises:
+        CacheError: the hand-off was of another prompt, or the target's own logits are not finite.
+    """
+    mapped = Reader.after(native.model, handoff, writing.prompt)
+    draft, ending = Draft(), Ending(native)
+    *chunks, last = schedule.chunks(writing.prompt[native.position :])
+    try:
+        for chunk in chunks:
+            yield from _draft_steps(mapped, handoff, draft, writing, schedule.steps)
+            native.take_in(chunk)
+        yield from _draft_steps(mapped, handoff, draft, writing, schedule.steps)
+    finally:
+        mapped.rewind(handoff.next_position)
+    verified = verify(native.read([*last, *draft.tokens], keep=len(draft.tokens) + 1), draft, writing)
+    ending.mapped.add(len(draft.tokens), len(verified) - 1)
+    yield from writing.commit(verified)
+    native.rewind(writing.unread)
+    if drafter is not None:
+        yield from speculate(native, drafter, writing, ending.source)
+    else:
+        yield from decode_events(native, writing)
+    return ending
+
+
 def exact_events(
     target: KVModel,
     handoff: Handoff,
@@ -114,26 +154,7 @@ def exact_events(
         CacheError: the hand-off was of another prompt.
     """
     writing = Writing(target, input_ids, params, tokenizer, generator)
-    schedule = schedule or DraftSchedule()
-    mapped, native = Reader.after(target, handoff, writing.prompt), Reader.fresh(target)
-    draft, ending = Draft(), Ending(native)
-    *chunks, last = schedule.chunks(writing.prompt)
-    try:
-        for chunk in chunks:
-            yield from _draft_steps(mapped, handoff, draft, writing, schedule.steps)
-            native.take_in(chunk)
-        yield from _draft_steps(mapped, handoff, draft, writing, schedule.steps)
-    finally:
-        mapped.rewind(handoff.next_position)
-    verified = verify(native.read([*last, *draft.tokens], keep=len(draft.tokens) + 1), draft, writing)
-    ending.mapped.add(len(draft.tokens), len(verified) - 1)
-    yield from writing.commit(verified)
-    native.rewind(writing.unread)
-    if drafter is not None:
-        yield from speculate(native, drafter, writing, ending.source)
-    else:
-        yield from decode_events(native, writing)
-    return ending
+    return (yield from write_exactly(writing, handoff, Reader.fresh(target), schedule or DraftSchedule(), drafter))
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,9 @@ from kvbridge.pair import ModelPair
 from kvbridge.plan import HandoffPlan
 from kvbridge.states import ContentStates
 
+# Checks whose failure says that the source's cache is not of this prompt.
+BELONGING = ("length", "layer0")
+
 
 @dataclass(frozen=True, slots=True)
 class GateReading:
@@ -76,13 +79,24 @@ class GateLimits:
         Raises:
             UsageError: it holds none for them.
         """
+        held = cls._stored(bridge, plan, name)
+        if held is None:
+            raise UsageError(
+                f"the bridge has no gate for map {bridge.map_name(name)} under {plan}; run `kvbridge calibrate-gate` "
+                "with this plan."
+            )
+        return cls(float(held["novelty"]), float(held["tail"]))
+
+    @classmethod
+    def held(cls, bridge: Bridge, plan: HandoffPlan, name: str | None = None) -> bool:
+        """Whether a bridge holds limits for a map and a plan."""
+        return cls._stored(bridge, plan, name) is not None
+
+    @staticmethod
+    def _stored(bridge: Bridge, plan: HandoffPlan, name: str | None) -> dict[str, Any] | None:
         wanted = bridge.map_name(name)
-        for gate in bridge.gates:
-            if gate["map"] == wanted and HandoffPlan(**gate["plan"]) == plan:
-                return cls(float(gate["novelty"]), float(gate["tail"]))
-        raise UsageError(
-            f"the bridge has no gate for map {wanted} under {plan}; run `kvbridge calibrate-gate` with this plan."
-        )
+        matching = (gate for gate in bridge.gates if gate["map"] == wanted and HandoffPlan(**gate["plan"]) == plan)
+        return next(matching, None)
 
 
 @dataclass(frozen=True, slots=True)

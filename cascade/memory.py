@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 from transformers import DynamicCache
 
 from kvbridge import compat
 from kvbridge.cascade.reader import Reader
-from kvbridge.errors import CacheError
+from kvbridge.cascade.sampling import check_logits
 from kvbridge.model import KVModel
 
 
@@ -29,16 +28,6 @@ def shared_cache(model: KVModel, cache: DynamicCache) -> DynamicCache:
         if tensors is not None:
             compat.put_layer(shared, layer, *tensors)
     return shared
-
-
-def check_logits(logits: Float[Tensor, "V"]) -> None:
-    """Refuse logits from which no text may be made.
-
-    Raises:
-        CacheError: one is NaN, or none is finite.
-    """
-    if bool(torch.isnan(logits).any()) or not bool(torch.isfinite(logits).any()):
-        raise CacheError("the logits hold NaN, or nothing finite; the cache behind them must not be used.")
 
 
 class Memory:
@@ -68,6 +57,11 @@ class Memory:
         """Go on from a cache that holds `tokens`."""
         self._reader = Reader(self.model, cache, len(tokens))
         self.tokens, self.approximate = list(tokens), approximate
+
+    def follow(self, reader: Reader, tokens: Sequence[int]) -> None:
+        """Go on where a reader over this memory's cache has got to in `tokens`."""
+        self.adopt(tokens[: reader.position], reader.cache, approximate=self.approximate)
+        self.read_tokens += reader.read_tokens
 
     def align(self, tokens: Sequence[int]) -> int:
         """Drop what does not begin `tokens`; how many are held then, the last of `tokens` never."""

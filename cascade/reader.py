@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from kvbridge import compat
 from kvbridge.assembly import Handoff
 from kvbridge.cascade.events import Event
+from kvbridge.cascade.sampling import check_logits
 from kvbridge.cascade.writing import Writing
 from kvbridge.errors import CacheError
 from kvbridge.model import KVModel
@@ -27,11 +28,13 @@ class Reader:
         model: the model that reads.
         cache: what it has read; it grows and is cropped in place.
         position: of the token that it reads next.
+        read_tokens: how many it has read, also of what was forgotten since.
     """
 
     model: KVModel
     cache: DynamicCache
     position: int
+    read_tokens: int = 0
 
     @classmethod
     def fresh(cls, model: KVModel) -> Reader:
@@ -62,6 +65,7 @@ class Reader:
 
     def _run(self, module: PreTrainedModel, tokens: Sequence[int], **more: int) -> Any:
         start, self.position = self.position, self.position + len(tokens)
+        self.read_tokens += len(tokens)
         device = self.model.device
         with torch.no_grad():
             return compat.run(
@@ -80,6 +84,12 @@ class Reader:
 
 
 def decode_events(reader: Reader, writing: Writing) -> Iterator[Event]:
-    """Commit token after token until the text ends; the last committed token is the next one that `reader` reads."""
+    """Commit token after token until the text ends; the last committed token is the next one that `reader` reads.
+
+    Raises:
+        CacheError: the logits are not finite.
+    """
     while writing.finish is None:
-        yield from writing.commit([writing.choose(reader.read(writing.committed[-1:])[0])])
+        logits = reader.read(writing.committed[-1:])[0]
+        check_logits(logits)
+        yield from writing.commit([writing.choose(logits)])

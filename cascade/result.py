@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from kvbridge.cascade.events import Finish
+from kvbridge.cascade.gate import GateReading
 from kvbridge.cascade.outcome import Outcome, Route
+from kvbridge.cascade.verify import Tally
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +22,8 @@ class HandoffReport:
         native: tokens that the target read itself.
         held: tokens that the target held before.
         seconds: per step of a hand-off (`head`, `map`, `forward`, …), and `prefill` of a fallback.
-        check: of the gate that was made last; empty without a gate.
-        error_estimate: its score, in its own unit.
-        error_limit: the score above which the gate refuses.
+        readings: of the gate, in the order of its checks; empty without a gate.
+        verified: prompt tokens that the target read for itself besides, in exact mode.
     """
 
     outcome: Outcome
@@ -31,9 +32,28 @@ class HandoffReport:
     native: int = 0
     held: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
-    check: str = ""
-    error_estimate: float | None = None
-    error_limit: float | None = None
+    readings: tuple[GateReading, ...] = ()
+    verified: int = 0
+
+    @property
+    def check(self) -> str:
+        """The gate's last check; empty without a gate."""
+        return self.readings[-1].check if self.readings else ""
+
+    @property
+    def error_estimate(self) -> float | None:
+        """Score of the last check, in its own unit."""
+        return self.readings[-1].score if self.readings else None
+
+    @property
+    def error_limit(self) -> float | None:
+        """The score above which the last check refuses."""
+        return self.readings[-1].limit if self.readings else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        named = {part.name: getattr(self, part.name) for part in fields(self)}
+        return named | {"readings": [reading.to_dict() for reading in self.readings]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +71,9 @@ class Result:
         kept: those among `tokens` that the source wrote.
         source_read: tokens that the source read for this answer, its own included.
         seconds: from the call on: `source` (its reading of the prompt), `handed_over` (when the target had its
-            logits), `first_token` (of what was kept) and `total`.
+            logits), `provisional` (first draft shown, where there was one), `first_token` (committed) and `total`.
+        drafts: what the target verified: `mapped`, its own over the carried cache in exact mode, and `source`, the
+            source's where it drafts for the target.
     """
 
     text: str
@@ -64,6 +86,7 @@ class Result:
     kept: int
     source_read: int
     seconds: dict[str, float]
+    drafts: dict[str, Tally] = field(default_factory=dict)
 
     @property
     def outcome(self) -> Outcome | None:
@@ -71,5 +94,8 @@ class Result:
         return self.handoff.outcome if self.handoff is not None else None
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values, with the outcome at the top."""
-        return asdict(self) | {"outcome": self.outcome}
+        """As JSON values, with the outcome at the top and the share of each draft that was accepted."""
+        handoff = self.handoff.to_dict() if self.handoff is not None else None
+        drafts = {name: asdict(tally) | {"rate": tally.rate} for name, tally in self.drafts.items()}
+        named = {part.name: getattr(self, part.name) for part in fields(self)}
+        return named | {"handoff": handoff, "drafts": drafts, "outcome": self.outcome}

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvbridge.errors import UsageError
+from kvbridge.errors import CacheError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,16 @@ class SamplingParams:
     def generator(self) -> torch.Generator:
         """A source of random numbers that starts at `seed`; on the CPU, whatever the model runs on."""
         return torch.Generator().manual_seed(self.seed)
+
+
+def check_logits(logits: Float[Tensor, "*K V"]) -> None:
+    """Refuse logits from which no text may be made.
+
+    Raises:
+        CacheError: one is NaN, or a row has nothing finite.
+    """
+    if bool(torch.isnan(logits).any()) or not bool(torch.isfinite(logits).any(dim=-1).all()):
+        raise CacheError("the logits hold NaN, or nothing finite; the cache behind them must not be used.")
 
 
 def process_logits(

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvbridge.cascade.memory import Memory
+from kvbridge.cascade.modes import Mode
 from kvbridge.cascade.prompts import Given, Prompt, read_prompt
 from kvbridge.cascade.result import Result
 from kvbridge.cascade.sampling import SamplingParams
@@ -35,21 +36,21 @@ class Session:
         self.tokens: list[int] = []
         self._open = False
 
-    def generate(self, prompt: Given, *, task: str | None = None, **sampling: Any) -> Result:
+    def generate(self, prompt: Given, *, task: str | None = None, **asked: Any) -> Result:
         """Answer what comes next in the conversation.
 
         Args:
             prompt: text or token ids that follow, or the chat messages that are new.
             task: what the prompt is, for policies that ask.
-            sampling: fields of `SamplingParams`.
+            asked: fields of `SamplingParams` and of `Mode`.
 
         Raises:
             UsageError: the prompt is empty, chat and text are mixed, or a setting cannot work.
             CacheError: no model gives usable logits.
         """
-        return self.stream(prompt, task=task, **sampling).finish()
+        return self.stream(prompt, task=task, **asked).finish()
 
-    def stream(self, prompt: Given, *, task: str | None = None, **sampling: Any) -> Turn:
+    def stream(self, prompt: Given, *, task: str | None = None, **asked: Any) -> Turn:
         """The same as events; all of them must be taken before the next prompt.
 
         Raises:
@@ -57,7 +58,7 @@ class Session:
         """
         if self._open:
             raise UsageError("the answer before is not finished; take all of its events, or begin another session.")
-        params = sampling_params(sampling)
+        params, mode = read_asked(asked)
         chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
         if (chat and self.tokens) or (self.messages and not chat):
             raise UsageError("this session goes on as it began: give messages to a chat, text or tokens to a text.")
@@ -71,7 +72,7 @@ class Session:
             else:
                 self.tokens = [*whole.tokens, *self._without_end(result)]
 
-        turn = Turn(self._parts, self._source, self._target, whole, params, task, finished)
+        turn = Turn(self._parts, self._source, self._target, whole, params, mode, task, finished)
         self._open = True
         return turn
 
@@ -84,15 +85,17 @@ class Session:
         return result.tokens[:-1] if ended else result.tokens
 
 
-def sampling_params(given: dict[str, Any]) -> SamplingParams:
-    """Sampling parameters from keyword arguments.
+def read_asked(given: dict[str, Any]) -> tuple[SamplingParams, Mode]:
+    """What a caller asks of an answer, from keyword arguments.
 
     Raises:
         UsageError: one is unknown or out of range.
     """
-    unknown = sorted(given.keys() - SamplingParams.__dataclass_fields__.keys())
+    sampling, mode = (tuple(part.__dataclass_fields__) for part in (SamplingParams, Mode))
+    unknown = sorted(given.keys() - {*sampling, *mode})
     if unknown:
-        raise UsageError(f"{unknown[0]} is no setting; expected {', '.join(SamplingParams.__dataclass_fields__)}.")
+        raise UsageError(f"{unknown[0]} is no setting; expected {', '.join([*sampling, *mode])}.")
     stop = given.get("stop", ())
     whole: dict[str, Any] = given | {"stop": (stop,) if isinstance(stop, str) else tuple(stop)}
-    return SamplingParams(**whole)
+    parts = ({name: whole[name] for name in names if name in whole} for names in (sampling, mode))
+    return SamplingParams(**next(parts)), Mode(**next(parts))

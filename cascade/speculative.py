@@ -7,7 +7,7 @@ cache; over a native one, as the target's own.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 
 import torch
 from jaxtyping import Int
@@ -34,17 +34,23 @@ class SourceDrafter:
         reader: the source over its cache of the prompt.
         length: tokens per round.
 
+    Args:
+        source: the model that drafts.
+        cache: of the prompt and of what was written after it.
+        length: tokens per round.
+        written: tokens after the prompt that the cache holds.
+
     Raises:
         UsageError: the length is below 1.
     """
 
-    def __init__(self, source: KVModel, cache: DynamicCache, length: int = 4) -> None:
+    def __init__(self, source: KVModel, cache: DynamicCache, length: int = 4, written: Sequence[int] = ()) -> None:
         if length < 1:
             raise UsageError(f"draft length {length}: give 1 or more tokens per round.")
         self.length = length
-        self._prompt = compat.longest(cache)
-        self.reader = Reader(source, cache, self._prompt)
-        self._read: list[int] = []
+        self._read = list(written)
+        self._prompt = compat.longest(cache) - len(self._read)
+        self.reader = Reader(source, cache, self._prompt + len(self._read))
 
     def require_prompt(self, tokens: int) -> None:
         """Refuse to draft for a prompt of another length.
@@ -95,7 +101,7 @@ def speculate(target: Reader, drafter: SourceDrafter, writing: Writing, tally: T
         tally: counts what was drafted and accepted.
 
     Raises:
-        CacheError: the source has read another prompt.
+        CacheError: the source has read another prompt, or the target's logits are not finite.
     """
     drafter.require_prompt(len(writing.prompt))
     while writing.finish is None:

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvbridge.cascade.carry import Carried, Carrier
+from kvbridge.cascade.answering import Answering
+from kvbridge.cascade.carry import Carrier
 from kvbridge.cascade.events import Event
 from kvbridge.cascade.memory import Memory
 from kvbridge.cascade.metrics import Metrics
+from kvbridge.cascade.modes import Mode
 from kvbridge.cascade.outcome import FALLBACK, Route
 from kvbridge.cascade.policies import Policy
 from kvbridge.cascade.prompts import Prompt
@@ -56,6 +58,7 @@ class Turn:
         target: what the target holds of it.
         prompt: the conversation.
         params: what the caller asks of the answer.
+        mode: how the target writes.
         task: what the caller says the prompt is.
         finished: called with the result.
 
@@ -70,19 +73,22 @@ class Turn:
         target: Memory,
         prompt: Prompt,
         params: SamplingParams,
+        mode: Mode,
         task: str | None = None,
         finished: Callable[[Result], None] | None = None,
     ) -> None:
         pair = parts.carrier.pair
         self.parts, self.source, self.target = parts, source, target
         self.prompt, self.task, self._finished = prompt, task, finished
-        self.writing = Writing(target.model, torch.tensor([prompt.tokens]), params, pair.tokenizer)
-        self.vocabulary = min(model.model.config.vocab_size for model in (source.model, target.model))
+        vocabulary = min(model.model.config.vocab_size for model in (source.model, target.model))
+        self.writing = Writing(
+            target.model, torch.tensor([prompt.tokens]), params, pair.tokenizer, vocabulary=vocabulary
+        )
         self._start, self._seconds = 0.0, dict[str, float]()
         self._text, self._drafted, self._kept = "", 0, 0
         # The source's logits after the prompt, while nothing follows it.
         self._following: Float[Tensor, "V"] | None = None
-        self._report: HandoffReport | None = None
+        self._target = Answering(parts.carrier, source, target, self.writing, mode, self._note)
         self._result: Result | None = None
 
     @property
@@ -99,6 +105,8 @@ class Turn:
     def __iter__(self) -> Iterator[Event]:
         self._start, read = time.perf_counter(), self.source.read_tokens
         for event in self._events():
+            if event.kind == "draft":
+                self._note("provisional")
             if event.kind == "commit":
                 self._text += event.text
                 self._note("first_token")
@@ -108,18 +116,20 @@ class Turn:
         finish = self.writing.finish
         if finish is None:
             raise UsageError("the answer ended without a reason; report this.")
-        route: Route = "source" if self._report is None else "target"
+        report = self._target.report
+        route: Route = "source" if report is None else "target"
         self._result = Result(
             self._text,
             tuple(self.writing.committed),
             route,
             finish,
-            self._report,
+            report,
             len(self.prompt.tokens),
             self._drafted,
             len(self.writing.committed) if route == "source" else self._kept,
             self.source.read_tokens - read,
             self._seconds,
+            self._target.drafts,
         )
         self.parts.metrics.record(self._result)
         if self._finished is not None:
@@ -134,19 +144,16 @@ class Turn:
     def _note(self, step: str) -> None:
         self._seconds.setdefault(step, time.perf_counter() - self._start)
 
-    @property
-    def _written(self) -> list[int]:
-        return [*self.prompt.tokens, *self.writing.committed]
-
     def _events(self) -> Iterator[Event]:
         writing = self.writing
         try:
             escalated = yield from self._decide()
         except CacheError as error:
             # The source's own cache is broken, so nothing of it may be carried.
+            self.source.reset()
             yield from self._retract()
-            carried = self._carrier.reread(self.target, self.prompt.tokens, FALLBACK, f"the source failed: {error}")
-            yield from self._answer(carried)
+            why = HandoffReport(FALLBACK, f"the source failed: {error}")
+            yield from self._target.go_on(self._carrier.reread(self.target, self.prompt.tokens, why))
             return
         if escalated:
             yield from self._hand_over()
@@ -155,7 +162,8 @@ class Turn:
             yield from writing.commit(writing.drafted)
         logits = self._following
         while writing.finish is None:
-            yield from self._commit(self.source.read(self._written) if logits is None else logits)
+            logits = self.source.read(self._target.written) if logits is None else logits
+            yield from writing.commit([writing.choose(logits)])
             logits = None
 
     @property
@@ -176,7 +184,7 @@ class Turn:
         while decision is None and writing.may_draft:
             if writing.drafted:
                 logits = self.source.read([*prompt, *writing.drafted])
-            token = draw(writing.distribution(logits[: self.vocabulary], writing.drafted), writing.generator)
+            token = draw(writing.distribution(logits, writing.drafted), writing.generator)
             progress.tokens.append(token)
             progress.log_probabilities.append(float(logits.float().log_softmax(dim=-1)[token]))
             yield writing.draft(token)
@@ -189,40 +197,16 @@ class Turn:
     def _hand_over(self) -> Iterator[Event]:
         """Give the conversation, and the draft that is kept, to the target, which ends the answer."""
         writing = self.writing
-        # A draft that has ended leaves nothing to go on from.
-        kept = writing.drafted if self.parts.draft == "keep" and writing.may_draft else []
+        # A draft that has ended leaves nothing to go on from, and exact text is the target's from its first token on.
+        keeps = self.parts.draft == "keep" and not self._target.mode.exact
+        kept = writing.drafted if keeps and writing.may_draft else []
         if kept:
             self._kept = len(kept)
             yield from writing.commit(kept)
         else:
             yield from self._retract()
         scaffold = self.prompt.scaffold
-        carried = self._carrier.carry(self.source, self.target, self._written, scaffold + self._kept if scaffold else 1)
-        yield from self._answer(carried)
-
-    def _answer(self, carried: Carried) -> Iterator[Event]:
-        """Write with the target."""
-        self._note("handed_over")
-        self._report, logits = carried.report, carried.logits
-        while self.writing.finish is None:
-            yield from self._commit(logits)
-            if self.writing.finish is None:
-                logits = self._next()
-
-    def _commit(self, logits: Float[Tensor, "V"]) -> Iterator[Event]:
-        yield from self.writing.commit([self.writing.choose(logits[: self.vocabulary])])
-
-    def _next(self) -> Float[Tensor, "V"]:
-        """The target's next logits; from its own reading where those over a carried cache are unusable."""
-        report = self._report
-        try:
-            return self.target.read(self._written)
-        except CacheError as error:
-            if report is None or not self.target.approximate:
-                raise
-            carried = self._carrier.reread(self.target, self._written, FALLBACK, str(error))
-            self._report = replace(carried.report, carried=report.carried, seconds=report.seconds)
-            return carried.logits
+        yield from self._target.take_over(scaffold + self._kept if scaffold else 1)
 
     def _retract(self) -> Iterator[Event]:
         yield from (event for event in self.writing.commit([]) if event.tokens)
@@ -233,5 +217,7 @@ class Turn:
         if carrier.states is None:
             return
         carrier.states.keep(ExactKey.of(self.source.model), self.source)
-        if carrier.key is not None and self.target.approximate:
+        if not self.target.approximate:
+            carrier.states.keep(ExactKey.of(self.target.model), self.target)
+        elif carrier.key is not None:
             carrier.states.keep(carrier.key, self.target)

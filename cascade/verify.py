@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvbridge.cascade.sampling import draw
+from kvbridge.cascade.sampling import check_logits, draw
 from kvbridge.cascade.writing import Writing
 
 
@@ -67,6 +67,12 @@ class Tally:
         """Count one verification."""
         self.drafted, self.accepted, self.passes = self.drafted + drafted, self.accepted + accepted, self.passes + 1
 
+    def include(self, other: Tally) -> None:
+        """Count what another has counted."""
+        self.drafted += other.drafted
+        self.accepted += other.accepted
+        self.passes += other.passes
+
     @property
     def rate(self) -> float | None:
         """Share of drafted tokens that were accepted; `None` where none was drafted."""
@@ -80,7 +86,11 @@ def verify(logits: Float[Tensor, "K V"], draft: Draft, writing: Writing) -> list
         logits: the verifier's, at the places of the drafted tokens and the one after them.
         draft: what is verified.
         writing: whose committed tokens it follows.
+
+    Raises:
+        CacheError: the verifier's logits are not finite.
     """
+    check_logits(logits)
     for at, (token, q) in enumerate(zip(draft.tokens, draft.distributions, strict=True)):
         p = writing.distribution(logits[at], draft.tokens[:at])
         q = pad(q.to(p.device), (0, len(p) - len(q)))

@@ -27,7 +27,7 @@ class Writing:
 
     Attributes:
         prompt: tokens that it continues.
-        vocabulary: how many tokens the target knows.
+        vocabulary: how many tokens it may use; those that the target knows by default.
         params: what was asked for.
         generator: source of every random draw.
         committed: new tokens that are certain; at the end they are what `generate` returns after the prompt, an end
@@ -46,6 +46,7 @@ class Writing:
         params: SamplingParams,
         tokenizer: PreTrainedTokenizerBase,
         generator: torch.Generator | None = None,
+        vocabulary: int | None = None,
     ) -> None:
         batch, tokens = input_ids.shape
         if batch != 1 or tokens == 0:
@@ -57,7 +58,7 @@ class Writing:
                 f"to {longest} tokens; give a shorter prompt or fewer new tokens."
             )
         self.prompt: list[int] = input_ids[0].tolist()
-        self.vocabulary: int = target.model.config.vocab_size
+        self.vocabulary: int = vocabulary or target.model.config.vocab_size
         self.params = params
         self.generator = generator if generator is not None else params.generator()
         self.committed: list[int] = []
@@ -87,6 +88,7 @@ class Writing:
 
     def distribution(self, logits: Float[Tensor, "V"], ahead: Sequence[int] = ()) -> Float[Tensor, "V"]:
         """What the token after the committed ones and `ahead` is drawn from, given its logits."""
+        logits = logits[: self.vocabulary]
         # A model with fewer tokens than the other never makes those that it lacks.
         seen = [token for token in self._seen.union(ahead) if token < len(logits)]
         previous = torch.tensor(seen, dtype=torch.long, device=logits.device)

@@ -108,13 +108,13 @@ def try_document(gate: Gate, document: Document, other: Document, seed: int) -> 
     found: dict[str, Any] = {"id": document.name}
     for name, corruption in CORRUPTIONS.items():
         given = corruption(states, others, torch.Generator().manual_seed(seed), gate)
-        guarded = guarded_hand_off(gate, given, prompt)
+        guarded = guarded_hand_off(gate, gate.target, gate.plan, gate.mapping, given, prompt)
         check = guarded.readings[-1].check if guarded.reason and guarded.readings else ""
         scores = {reading.check: reading.to_dict()["score"] for reading in guarded.readings}
-        found[name] = {"outcome": guarded.outcome, "check": check, "reason": guarded.reason, "scores": scores}
+        outcome = FALLBACK if guarded.handoff is None else APPLIED
+        found[name] = {"outcome": outcome, "check": check, "reason": guarded.reason, "scores": scores}
         try:
-            passed = guarded.outcome == APPLIED
-            handoff = guarded.handoff if passed else hand_off(gate.target, gate.plan, gate.mapping, given, prompt)
+            handoff = guarded.handoff or hand_off(gate.target, gate.plan, gate.mapping, given, prompt)
             found[name]["kl"] = handed_off_kl(gate.target, handoff, native, document)
         except CacheError:
             found[name]["kl"] = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from kvbridge.assembly import Handoff
-from kvbridge.cascade import Above, Always, Cascade, FirstTokenEntropy, LongPrompt, MeanSurprise, Never
+from kvbridge.cascade import Above, Always, Cascade, FirstTokenEntropy, GateReading, LongPrompt, MeanSurprise, Never
 from kvbridge.cascade.events import Event
 from kvbridge.cascade.memory import Memory
 from kvbridge.errors import CacheError, PairMismatchError, UsageError
@@ -248,16 +249,8 @@ def test_other_misuse_is_refused(pair: ModelPair) -> None:
         _ = cascade(pair).stream(PROMPT).result
 
 
-@dataclass(frozen=True)
-class Said:
-    check: str
-    score: float
-    limit: float = 1.0
-    reason: str = "too far"
-
-    @property
-    def passed(self) -> bool:
-        return self.score <= self.limit
+def said(check: str, score: float) -> GateReading:
+    return GateReading(check, score, 1.0, "" if score <= 1 else "too far")
 
 
 @dataclass(frozen=True)
@@ -267,21 +260,21 @@ class FixedGate:
     before: float
     after: float
 
-    def assess(self, source_states: ContentStates, input_ids: torch.Tensor) -> Said:
+    def assess(self, source_states: ContentStates, input_ids: torch.Tensor) -> GateReading:
         assert source_states.tokens == input_ids.shape[1]
-        return Said("novelty", self.before)
+        return said("novelty", self.before)
 
     def map_tail(self, handoff: Handoff, source_states: ContentStates, input_ids: torch.Tensor) -> ContentStates | None:
         return source_states.span(handoff.split.carried_stop, input_ids.shape[1])
 
-    def check(self, handoff: Handoff, mapped_tail: ContentStates | None) -> Said:
+    def check(self, handoff: Handoff, mapped_tail: ContentStates | None) -> GateReading:
         assert mapped_tail is not None
         assert mapped_tail.tokens == PLAN.native_tail
-        return Said("tail", self.after)
+        return said("tail", self.after)
 
 
 @pytest.mark.parametrize(
-    ("gate", "outcome", "said"),
+    ("gate", "outcome", "last"),
     [
         (FixedGate(0.5, 0.25), "applied", ("tail", 0.25, 1.0)),
         (FixedGate(2.0, 0.25), "fallback_reprefill", ("novelty", 2.0, 1.0)),
@@ -290,13 +283,18 @@ class FixedGate:
     ],
 )
 def test_a_gate_judges_before_and_after(
-    pair: ModelPair, native: list[int], gate: FixedGate, outcome: str, said: Any
+    pair: ModelPair, native: list[int], gate: FixedGate, outcome: str, last: Any
 ) -> None:
-    result = cascade(pair, gate=gate).generate(PROMPT, max_new_tokens=NEW)
+    asked = cascade(pair, gate=gate)
+    result = asked.generate(PROMPT, max_new_tokens=NEW)
     report = result.handoff
     assert report is not None
+    assert asked.describe()["gate"] == "FixedGate"
+    stopped = {} if outcome == "applied" else {last[0]: 1}
+    assert asked.metrics.to_dict()["gate"] == {"judged": 1, "stopped": stopped}
+    assert json.loads(json.dumps(result.to_dict(), allow_nan=False))["handoff"]["readings"][-1]["check"] == last[0]
     assert (report.outcome, list(result.tokens)) == (outcome, native)
-    assert (report.check, report.error_estimate, report.error_limit) == said
+    assert (report.check, report.error_estimate, report.error_limit) == last
     assert report.reason == ("" if outcome == "applied" else "too far")
 
 

@@ -7,18 +7,23 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from kvbridge import compat
 from kvbridge.assembly import hand_off
 from kvbridge.bridge import Bridge
 from kvbridge.calibration import CalibrationMoments, Moments, fit_novelty
 from kvbridge.calibration.moments import PARTS
 from kvbridge.calibration.rows import cut_rows, read_states
-from kvbridge.cascade import APPLIED, FALLBACK, UNSUPPORTED, Gate, GateLimits, GateReading, guarded_hand_off
+from kvbridge.cascade import APPLIED, FALLBACK, Cascade, Gate, GateLimits, GateReading, Guarded, guarded_hand_off
+from kvbridge.cascade.scores import Progress
+from kvbridge.cascade.turn import Turn
 from kvbridge.errors import PairMismatchError, UsageError
+from kvbridge.fingerprint import fingerprint_tokenizer
 from kvbridge.forms import KINDS
 from kvbridge.kernels import FormMap
 from kvbridge.mappers.identity import identity_form
@@ -27,9 +32,10 @@ from kvbridge.novelty import Novelty
 from kvbridge.pair import ModelPair
 from kvbridge.plan import HandoffPlan
 from kvbridge.states import ContentStates
-from tiny_bridge import random_bridge
-from tiny_models import tiny_model
-from tiny_pair import tiny_pair
+from tiny_bridge import random_bridge, with_open_gate
+from tiny_models import continue_with, tiny_model
+from tiny_pair import byte_tokenizer, tiny_pair
+from twin_pair import twin_bridge
 
 TOKENS, PLAN = 48, HandoffPlan(sinks=4, native_head=0, native_tail=8)
 VOCABULARY = 64
@@ -78,6 +84,10 @@ def gate(plan: HandoffPlan = PLAN, *, novel: float = 1.5, tail: float = 1e-6) ->
     return Gate(model(), model(), plan, mapping(), novelty(), GateLimits(novel, tail))
 
 
+def guarded_by(judge: Gate, given: ContentStates) -> Guarded:
+    return guarded_hand_off(judge, judge.target, judge.plan, judge.mapping, given, prompt())
+
+
 @pytest.mark.parametrize(
     "plan",
     [
@@ -88,8 +98,9 @@ def gate(plan: HandoffPlan = PLAN, *, novel: float = 1.5, tail: float = 1e-6) ->
     ids=["default", "published", "deep head"],
 )
 def test_an_exact_hand_off_passes(plan: HandoffPlan) -> None:
-    guarded = guarded_hand_off(gate(plan), states(), prompt())
-    assert (guarded.outcome, guarded.reason) == (APPLIED, "")
+    guarded = guarded_by(gate(plan), states())
+    assert guarded.handoff is not None
+    assert guarded.reason == ""
     assert [reading.check for reading in guarded.readings] == ["novelty", "tail"]
     assert guarded.readings[1].score < 1e-8
     plain = hand_off(model(), plan, mapping(), states(), prompt())
@@ -140,32 +151,21 @@ CORRUPTIONS: dict[str, tuple[Callable[[ContentStates], ContentStates], str]] = {
 
 
 @pytest.mark.parametrize("name", CORRUPTIONS)
-def test_a_corrupted_cache_is_stopped_and_the_target_reads_for_itself(name: str) -> None:
+def test_a_corrupted_cache_is_stopped(name: str) -> None:
     corruption, check = CORRUPTIONS[name]
-    guarded = guarded_hand_off(gate(novel=1.3), corruption(states()), prompt())
-    assert guarded.outcome == FALLBACK
+    guarded = guarded_by(gate(novel=1.3), corruption(states()))
+    assert guarded.handoff is None
     assert (guarded.readings[-1].check, guarded.readings[-1].passed) == (check, False)
     assert guarded.reason == guarded.readings[-1].reason != ""
-    native, logits = model().prefill(prompt())
-    assert torch.equal(guarded.handoff.logits, logits[:, -1])
-    assert guarded.handoff.cache.get_seq_length() == native.get_seq_length() == guarded.handoff.next_position
-    assert guarded.handoff.split.carried == 0
 
 
 @pytest.mark.parametrize("value", [math.nan, 3e38], ids=["NaN", "overflow"])
-def test_a_map_that_fails_is_no_answer(value: float) -> None:
+def test_a_map_that_fails_is_no_hand_off(value: float) -> None:
     forms = list(mapping().forms)
     forms[1] = replace(forms[1], bias=torch.full_like(forms[1].tensors()["bias"], value))
-    spoilt = replace(gate(), mapping=FormMap(tuple(forms)))
-    guarded = guarded_hand_off(spoilt, states(), prompt())
-    assert guarded.outcome == FALLBACK
-    assert torch.equal(guarded.handoff.logits, model().prefill(prompt())[1][:, -1])
-
-
-def test_a_prompt_too_short_to_carry_anything_is_no_hand_off() -> None:
-    short = prompt(tokens=10)
-    guarded = guarded_hand_off(gate(), model().content(model().read(short)), short)
-    assert (guarded.outcome, guarded.reason) == (UNSUPPORTED, "the prompt is too short to carry anything.")
+    guarded = guarded_by(replace(gate(), mapping=FormMap(tuple(forms))), states())
+    assert guarded.handoff is None
+    assert guarded.reason != ""
 
 
 def test_without_the_prompt_only_novelty_is_assessed() -> None:
@@ -209,3 +209,94 @@ def test_a_bridge_without_a_gate_says_what_to_do() -> None:
     assert Gate.of(pair(), whole, mapped, plan).limits == GateLimits(1.5, 0.5)
     with pytest.raises(PairMismatchError):
         Gate.of(tiny_pair(source="qwen2"), whole, mapped, plan)
+
+
+# In a cascade
+
+
+@cache
+def one_pair() -> ModelPair:
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = None
+    return ModelPair(model(), model(), tokenizer, fingerprint_tokenizer(tokenizer))
+
+
+@cache
+def gated_bridge() -> Bridge:
+    opened = with_open_gate(twin_bridge(one_pair()), PLAN)
+    limits = {"novelty": 1.3, "tail": 1e-6}
+    return replace(opened, novelty=novelty(), gates=[gate | limits for gate in opened.gates])
+
+
+class Spoiling:
+    """Spoils the source's cache of the prompt before it hands over."""
+
+    def __init__(self, corruption: Callable[[ContentStates], ContentStates]) -> None:
+        self.corruption = corruption
+        self.turn: Turn | None = None
+
+    def decide(self, _: Progress) -> bool | None:
+        assert self.turn is not None
+        made, source = self.corruption(states()), self.turn.source.cache
+        for layer in range(len(source.layers)):
+            keys = model().rotary.apply(made.keys[layer], made.positions)
+            compat.put_layer(source, layer, keys, made.values[layer])
+        return True
+
+
+def answer(policy: Spoiling, **given: Any) -> tuple[Cascade, Turn]:
+    cascade = Cascade(one_pair(), gated_bridge(), plan=PLAN, policy=policy, **given)
+    policy.turn = cascade.stream(prompt()[0].tolist(), max_new_tokens=5)
+    policy.turn.finish()
+    return cascade, policy.turn
+
+
+SAME_LENGTH = [name for name in CORRUPTIONS if not name.startswith("one token")]
+
+
+@pytest.mark.parametrize("name", SAME_LENGTH)
+def test_a_cascade_answers_a_corrupted_cache_with_the_targets_own_text(name: str) -> None:
+    corruption, check = CORRUPTIONS[name]
+    cascade, turn = answer(Spoiling(corruption))
+    result = turn.result
+    report = result.handoff
+    assert report is not None
+    assert (result.outcome, report.reason != "") == (FALLBACK, True)
+    # What is not finite is found when the cache is stripped, before the gate.
+    assert report.check == ("" if check == "finite" else check)
+    stopped = {} if check == "finite" else {check: 1}
+    assert cascade.metrics.to_dict()["gate"] == {"judged": len(stopped), "stopped": stopped}
+    assert list(cascade.metrics.to_dict()["reasons"]) == [report.reason]
+    assert list(result.tokens) == continue_with(model().model, prompt(), None, 5)
+    # Nobody goes on from what is known to be broken or another prompt's.
+    assert (turn.source.tokens == []) == (check in ("finite", "layer0"))
+
+
+def test_a_cascade_applies_a_clean_cache_and_shows_its_gate() -> None:
+    cascade, turn = answer(Spoiling(lambda given: given))
+    result = turn.result
+    assert result.outcome == APPLIED
+    assert result.handoff is not None
+    assert [reading.check for reading in result.handoff.readings] == ["novelty", "tail"]
+    assert all(reading.passed for reading in result.handoff.readings)
+    assert "gate" in result.handoff.seconds
+    assert cascade.describe()["gate"] == {"novelty": 1.3, "tail": 1e-6}
+    assert cascade.metrics.to_dict()["gate"] == {"judged": 1, "stopped": {}}
+
+
+def test_without_its_gate_a_cascade_hands_off_what_is_finite() -> None:
+    cascade, turn = answer(Spoiling(CORRUPTIONS["another prompt"][0]), gate=None)
+    assert (turn.result.outcome, cascade.gate, cascade.describe()["gate"]) == (APPLIED, None, None)
+
+
+def test_a_cascade_takes_the_gate_of_its_map_and_plan() -> None:
+    own, other = gated_bridge(), HandoffPlan(native_tail=1)
+    assert isinstance(Cascade(one_pair(), own, plan=PLAN).gate, Gate)
+    assert Cascade(one_pair(), own, plan=other).gate is None
+    assert Cascade(one_pair(), None).gate is None
+    with pytest.raises(UsageError, match=r"no gate for map identity under .*native_tail=1"):
+        Cascade(one_pair(), own, plan=other, gate="require")
+    with pytest.raises(UsageError, match="gate='require' and no bridge"):
+        Cascade(one_pair(), None, gate="require")
+    with pytest.raises(UsageError, match="gate='off': give auto, require"):
+        Cascade(one_pair(), own, gate="off")

@@ -58,12 +58,17 @@ def cascade_command(config: DictConfig) -> None:
     with contextlib.redirect_stdout(sys.stderr):
         choice = chosen(settings, pair, bridge)
     states = StateStore(asked.store_bytes) if asked.store_bytes else None
-    cascade = Cascade(pair, bridge, plan=choice.plan, map=choice.map, policy=policy, draft=asked.draft, states=states)
-    sampling = asdict(asked.params())
+    gate = None if asked.gate == "off" else asked.gate
+    cascade = Cascade(
+        pair, bridge, plan=choice.plan, map=choice.map, policy=policy, draft=asked.draft, gate=gate, states=states
+    )
+    mode = asked.mode()
+    options = asdict(asked.params()) | {"exact": mode.exact, "speculate": mode.speculate, "schedule": mode.schedule}
     for at, (prompt, task) in enumerate(prompts):
-        result = cascade.generate(prompt, task=task, **sampling | {"seed": asked.seed + at})
+        result = cascade.generate(prompt, task=task, **options | {"seed": asked.seed + at})
         print(json.dumps({"prompt": at} | result.to_dict(), ensure_ascii=False), flush=True)
-    print(json.dumps(cascade.metrics.to_dict(), ensure_ascii=False), file=sys.stderr)
+    summary = cascade.metrics.to_dict() | {"cascade": cascade.describe()}
+    print(json.dumps(summary, ensure_ascii=False), file=sys.stderr)
 
 
 def calibrate_policy_command(config: DictConfig) -> None:
@@ -81,7 +86,8 @@ def calibrate_policy_command(config: DictConfig) -> None:
     bridge = Bridge.from_pretrained(settings.bridge_location(), pair=pair)
     choice = chosen(settings, pair, bridge)
     doubt = Doubt(measure_named(asked.measure, settings.cascade.tokens))
-    shared: dict[str, Any] = {"plan": choice.plan, "map": choice.map}
+    gate = None if settings.cascade.gate == "off" else settings.cascade.gate
+    shared: dict[str, Any] = {"plan": choice.plan, "map": choice.map, "gate": gate}
     arms = {"source": Cascade(pair, bridge, policy=doubt, **shared), "target": Cascade(pair, bridge, **shared)}
     partial = settings.out / f"escalation.{digest(repr(doubt.measure))}.jsonl"
     records = measure_tasks(arms, doubt, tasks, settings.cascade.params(), partial)
