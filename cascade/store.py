@@ -1,7 +1,7 @@
 """Caches kept between requests, within a memory cap; what is exact and what was mapped never share an entry.
 
 kind      key                                                   found by
-source    source, dtype                                         the longest common beginning of the tokens
+exact     source or target, dtype                               the longest common beginning of the tokens
 sinks     target, dtype                                         the plan's first tokens, all of them
 mapped    target, dtype, source, its revision, bridge and plan  the longest entry that the tokens begin with
 """

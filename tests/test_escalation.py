@@ -189,14 +189,22 @@ def test_the_commands(kvbridge: Run, bridge: str, tmp_path: Path) -> None:
     assert ran.code == 0, ran.errors
     assert "| chosen threshold | " in ran.out
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"policy.json", "escalation.md", "escalation.svg"}
-    ran = kvbridge("cascade", bridge, *short, "cascade.prompts=tasks.jsonl", "cascade.policy=out/policy.json")
+    given = (
+        "cascade.prompts=tasks.jsonl",
+        "cascade.policy=out/policy.json",
+        "cascade.exact=true",
+        "cascade.speculate=2",
+    )
+    ran = kvbridge("cascade", bridge, *short, *given)
     assert ran.code == 0, ran.errors
     answers = [json.loads(line) for line in ran.out.splitlines()]
     assert [answer["prompt"] for answer in answers] == list(range(6))
     assert {answer["route"] for answer in answers} == {"source", "target"}
     assert all(answer["outcome"] == ("applied" if answer["route"] == "target" else None) for answer in answers)
+    assert all(answer["drafts"].keys() == ({"mapped", "source"} if answer["outcome"] else set()) for answer in answers)
     counted = json.loads(ran.errors[-1])
     assert sum(counted["answers"].values()) == 6
+    assert (counted["cascade"]["gate"], counted["gate"]["judged"]) == (None, 0)
 
 
 def test_commands_refuse_what_cannot_work(kvbridge: Run, bridge: str, tmp_path: Path) -> None:
