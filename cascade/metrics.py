@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import asdict
 from threading import Lock
 from typing import Any
@@ -22,7 +22,7 @@ class Metrics:
         self._lock = Lock()
         self._counts: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
-        self._seconds: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
         self._stopped: Counter[str] = Counter()
         self._drafts = {name: Tally() for name in DRAFTS}
 
