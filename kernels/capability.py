@@ -1,8 +1,13 @@
-"""In which dtype a device multiplies matrices fast."""
+"""What a device can do: in which dtype it multiplies matrices fast, and whether the Triton kernels run on it."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
+
+# The oldest architecture that the kernels are compiled for in the tests.
+OLDEST = (8, 0)
 
 
 def cpu_multiplies_bf16() -> bool:
@@ -25,3 +30,10 @@ def product_dtype(cache: torch.dtype, device: torch.device) -> torch.dtype:
     if device.type != "cpu":
         return cache
     return cache if cache == torch.bfloat16 and cpu_multiplies_bf16() else torch.float32
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Whether maps are executed by the Triton kernels: on a CUDA device from sm_80 on, where triton is installed."""
+    if device.type != "cuda" or torch.version.hip is not None or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= OLDEST

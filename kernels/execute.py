@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
@@ -12,12 +13,15 @@ from torch import Tensor
 from kvbridge.bridge import Bridge
 from kvbridge.errors import CacheError
 from kvbridge.forms import KINDS, Form, flops_per_token, frozen_forms, needed_native_head, require_distinct
-from kvbridge.kernels.capability import product_dtype
-from kvbridge.kernels.packed import PackedMap, pack
+from kvbridge.kernels.capability import product_dtype, runs_triton
+from kvbridge.kernels.packed import PackedMap, made_shape, pack
 from kvbridge.kernels.writing import Source, Writing
 from kvbridge.plan import HandoffPlan
 from kvbridge.rotary import RotaryCodec
 from kvbridge.states import ContentStates
+
+if TYPE_CHECKING:
+    from kvbridge.kernels.launching import LaunchedMap
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,7 @@ class FormMap:
 
     forms: tuple[Form, ...]
     _packed: dict[torch.dtype, PackedMap] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _launched: dict[torch.device, LaunchedMap] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         require_distinct(self.forms)
@@ -97,7 +102,7 @@ class FormMap:
         Raises:
             CacheError: the forms read what the states do not have, or make no states of some layer.
         """
-        heads, width = self.packed(torch.float32).shape
+        heads, width = made_shape(self.forms)
         first = source.keys[0]
         made = first.new_empty((2, len(layers), len(first), heads, source.tokens, width), dtype=torch.float32)
         writing = self._writing(source, layers, made, None, native)
@@ -113,7 +118,16 @@ class FormMap:
         rotary: RotaryCodec,
         native: ContentStates | None = None,
     ) -> dict[int, Float[Tensor, "B T E"]]:
-        """Map into the target's cache, as `WritingMap.write` says, multiplying in what `product_dtype` says."""
+        """Map into the target's cache, as `WritingMap.write` says, multiplying in what `product_dtype` says.
+
+        Where `runs_triton` says so, by the Triton kernels, if these can read and write the states as they lie; by the
+        operators in plain torch otherwise.
+        """
+        if runs_triton(destination.device):
+            launched = self.launched(destination.device)
+            if launched.suits(source, destination, rotary, native):
+                self._require_room(source, layers, destination)
+                return launched.write(source, layers, destination, rotary, native)
         writing = self._writing(source, layers, destination, rotary, native)
         for layer in layers:
             writing.write(layer)
@@ -128,7 +142,10 @@ class FormMap:
         rotary: RotaryCodec,
         native: ContentStates | None = None,
     ) -> Iterator[int]:
-        """The same layer by layer: the number of each target layer once its keys and values are there."""
+        """The same layer by layer: the number of each target layer once its keys and values are there.
+
+        On every device by the operators in plain torch: the Triton kernels make all layers in one launch.
+        """
         writing = self._writing(source, layers, destination, rotary, native)
         for layer in layers:
             writing.write(layer)
@@ -143,22 +160,33 @@ class FormMap:
         rotary: RotaryCodec | None,
         native: ContentStates | None,
     ) -> Writing:
-        self._require_layers(layers)
+        self._require_room(source, layers, destination)
         packed = self.packed(product_dtype(destination.dtype, destination.device))
-        heads, width = packed.shape
+        return Writing(packed, source, layers, destination, rotary, native)
+
+    def _require_room(self, source: Source, layers: range, destination: Float[Tensor, "2 L B H T D"]) -> None:
+        self._require_layers(layers)
+        heads, width = made_shape(self.forms)
         made = (2, len(layers), len(source.keys[0]), heads, source.tokens, width)
         if destination.shape != made:
             raise CacheError(
                 f"the map makes states of shape {made} for layers {layers.start} … {layers.stop - 1}, and the target's "
                 f"cache has room for {tuple(destination.shape)}. The bridge belongs to another target."
             )
-        return Writing(packed, source, layers, destination, rotary, native)
 
     def packed(self, dtype: torch.dtype) -> PackedMap:
         """The map ready for products in a dtype; made once."""
         if dtype not in self._packed:
             self._packed[dtype] = pack(self.forms, dtype)
         return self._packed[dtype]
+
+    def launched(self, device: torch.device) -> LaunchedMap:
+        """The map for the Triton kernels on a device; made once."""
+        from kvbridge.kernels.launching import LaunchedMap
+
+        if device not in self._launched:
+            self._launched[device] = LaunchedMap(self.forms, device)
+        return self._launched[device]
 
     def flops_per_token(self, layers: range) -> int:
         """Operations that mapping one token into the target `layers` takes; a basis that forms share counts once."""

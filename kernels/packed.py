@@ -91,13 +91,27 @@ class PackedMap:
         dtype: of weights and rows, in which products are made.
         rows: in an order in which all are made of earlier ones.
         pieces: by states (`keys`, `values` or `residual`) and target layer.
-        shape: KV heads and head width of the target.
     """
 
     dtype: torch.dtype
     rows: tuple[Gathered | Projected, ...]
     pieces: dict[tuple[str, int], tuple[Piece, ...]]
-    shape: tuple[int, int]
+
+
+def read_by(form: Form) -> Gathered:
+    """What a form reads of the source and of the target."""
+    if isinstance(form, SlotAffine):
+        width = form.weight.shape[3]
+        return Gathered((), (int(form.slots.max()) + 1) * width, width)
+    return Gathered(form.inputs, form.input_width)
+
+
+def made_shape(forms: tuple[Form, ...]) -> tuple[int, int]:
+    """KV heads and head width of the target that a map's forms write for."""
+    first = forms[0]
+    if isinstance(first, SlotAffine):
+        return first.slots.shape[1], first.weight.shape[-1]
+    return first.kv_heads, first.head_dim
 
 
 def pack(forms: tuple[Form, ...], dtype: torch.dtype) -> PackedMap:
@@ -110,13 +124,7 @@ def pack(forms: tuple[Form, ...], dtype: torch.dtype) -> PackedMap:
         packer.slots(form) if isinstance(form, SlotAffine) else packer.basis(form)
     for form in branches_of(forms):
         packer.branch(form)
-    first = forms[0]
-    shape = (
-        (first.slots.shape[1], first.weight.shape[-1])
-        if isinstance(first, SlotAffine)
-        else (first.kv_heads, first.head_dim)
-    )
-    return PackedMap(dtype, tuple(packer.rows), packer.pieces, shape)
+    return PackedMap(dtype, tuple(packer.rows), packer.pieces)
 
 
 class _Packer:
@@ -129,10 +137,10 @@ class _Packer:
         self._known: dict[object, int] = {}
 
     def slots(self, form: SlotAffine) -> None:
-        width = form.weight.shape[3]
-        rows = self._number(("slots", width), Gathered((), 0, width))
-        needed = max(self.rows[rows].needs, (int(form.slots.max()) + 1) * width)
-        self.rows[rows] = Gathered((), needed, width)
+        read = read_by(form)
+        rows = self._number(("slots", read.slot_width), read)
+        if read.needs > self.rows[rows].needs:
+            self.rows[rows] = read
         for layer in range(form.layers):
             self.pieces[form.kind, layer] = tuple(
                 self._slot_piece(form, layer, heads, rows) for heads in _alike(form.slots[layer])
@@ -173,7 +181,7 @@ class _Packer:
             yield (variable.split(".")[1], layer), term, form.bias[columns].float()
 
     def _gathered(self, form: SharedBasis | ResidualBranch) -> int:
-        return self._number(form.inputs, Gathered(form.inputs, form.input_width))
+        return self._number(form.inputs, read_by(form))
 
     def _number(self, known: object, rows: Gathered | Projected) -> int:
         if known not in self._known:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -15,6 +17,40 @@ from kvbridge.states import CachedStates, ContentStates, check_finite
 from kvbridge.variables import KINDS, Span
 
 Source = ContentStates | CachedStates
+
+
+def require_read(gathered: Gathered, source: Source, native: ContentStates | None) -> list[tuple[Span, int]]:
+    """The spans that a map reads and the width of each, where the states have them.
+
+    Raises:
+        CacheError: they are of another source or pair, or the plan has no native head that makes them.
+    """
+    spans = gathered.inputs or tuple(Span(f"source.{kind}", 0, len(source.keys)) for kind in KINDS)
+    widths = [require_span(span, source if span.role == "source" else native) for span in spans]
+    width, found = sum(widths), source.keys[0].shape[-1]
+    if gathered.slot_width is not None:
+        if width < gathered.needs or found != gathered.slot_width:
+            raise CacheError(
+                f"the map reads {gathered.needs // gathered.slot_width} input slots of width {gathered.slot_width}; "
+                f"the source states have {width // found} of width {found}. The bridge belongs to another source."
+            )
+    elif width != gathered.needs:
+        raise CacheError(
+            f"the map reads {gathered.needs} numbers per token from {', '.join(map(str, gathered.inputs))}; the "
+            f"states have {width} there. The bridge belongs to another pair."
+        )
+    return list(zip(spans, widths, strict=True))
+
+
+def refuse_unusable(destination: Float[Tensor, "2 L B H T D"], layers: range, written: Iterable[int]) -> None:
+    """Refuse those of the written layers that hold a number which is not finite.
+
+    Raises:
+        CacheError: naming the layer.
+    """
+    for layer in written:
+        keys, values = destination[:, layers.index(layer)]
+        check_finite(keys, values, f"states of layer {layer}")
 
 
 class Writing:
@@ -66,11 +102,8 @@ class Writing:
             CacheError: naming the layer.
         """
         written, self._finite = self._finite, {}
-        if all(torch.stack([flag for flags in written.values() for flag in flags]).tolist()):
-            return
-        for layer in written:
-            keys, values = self.destination[:, self.layers.index(layer)]
-            check_finite(keys, values, f"states of layer {layer}")
+        if not all(torch.stack([flag for flags in written.values() for flag in flags]).tolist()):
+            refuse_unusable(self.destination, self.layers, written)
 
     def residual(self) -> dict[int, Float[Tensor, "B T E"]]:
         """The residual stream at the input of the layer after the last, in fp32, where the map makes it."""
@@ -108,13 +141,11 @@ class Writing:
     def _gather(self, gathered: Gathered) -> Float[Tensor, "N p"]:
         """The rows of some spans, each checked to be there, in the map's dtype."""
         source, native = self.source, self.native
-        spans = gathered.inputs or tuple(Span(f"source.{kind}", 0, len(source.keys)) for kind in KINDS)
-        parts = [source if span.role == "source" else native for span in spans]
-        widths = [require_span(span, states) for span, states in zip(spans, parts, strict=True)]
-        self._require_width(gathered, sum(widths))
+        spans, widths = zip(*require_read(gathered, source, native), strict=True)
         tokens = source.keys[0].shape[0] * source.tokens
         rows = source.keys[0].new_empty((tokens, sum(widths)), dtype=self.packed.dtype)
-        for span, states, place in zip(spans, parts, rows.split(widths, dim=1), strict=True):
+        for span, place in zip(spans, rows.split(list(widths), dim=1), strict=True):
+            states = source if span.role == "source" else native
             if span.states in KINDS and states is not None:
                 turned = isinstance(states, CachedStates) and span.states == "keys"
                 tables = states.rotary.inverse_tables(states.positions) if turned else (None, None)
@@ -123,18 +154,3 @@ class Writing:
             elif native is not None:
                 place.copy_(span_rows(span, native).flatten(0, 1))
         return rows
-
-    def _require_width(self, gathered: Gathered, width: int) -> None:
-        found = self.source.keys[0].shape[-1]
-        if gathered.slot_width is not None:
-            if width < gathered.needs or found != gathered.slot_width:
-                raise CacheError(
-                    f"the map reads {gathered.needs // gathered.slot_width} input slots of width "
-                    f"{gathered.slot_width}; the source states have {width // found} of width {found}. "
-                    "The bridge belongs to another source."
-                )
-        elif width != gathered.needs:
-            raise CacheError(
-                f"the map reads {gathered.needs} numbers per token from {', '.join(map(str, gathered.inputs))}; the "
-                f"states have {width} there. The bridge belongs to another pair."
-            )

@@ -80,6 +80,7 @@ class Products:
 
     Attributes:
         workspace: its columns of `x`; those of `z` are taken here.
+        target: shape of the rows that are made.
         layers: target layers wanted.
         stored: dtype of the weights.
         device: of the weights.
@@ -89,6 +90,7 @@ class Products:
     """
 
     workspace: Workspace
+    target: Side
     layers: range
     stored: torch.dtype
     device: torch.device
@@ -187,7 +189,7 @@ class Products:
 
     def entries(self) -> tuple[tuple[Entry, ...], Int[Tensor, "entries fields"]]:
         """What is written, in the order of layers, and its terms, as many for each; missing ones read no block."""
-        side, found, rows, bias = self.workspace.target, [], [], 0
+        side, found, rows, bias = self.target, [], [], 0
         most = max(len(made.terms) for made in self.made.values())
         for (kind, layer), made in sorted(self.made.items()):
             width = made.bias.shape[0]
@@ -205,6 +207,10 @@ class Products:
                 rows.append(terms + [*terms[: TERM - 2], 0, 0] * missing)
             bias += width
         return tuple(found), torch.tensor(rows)
+
+    def streams(self) -> dict[int, int]:
+        """Layers of the residual stream that are made, and their widths."""
+        return {layer: made.bias.shape[0] for (kind, layer), made in sorted(self.made.items()) if kind == STREAM_KIND}
 
     def reduce_table(self) -> Int[Tensor, "tiles fields"]:
         return torch.tensor(self._reduces, dtype=torch.int64).reshape(len(self._reduces), HEADER + 2 * TERM)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -39,13 +40,11 @@ class Pages:
             raise CacheError(
                 f"pages hold {len(self.keys)} layers of keys and {len(self.values)} of values; give as many of both."
             )
-        first = self.keys[0]
-        for tensor in (*self.keys, *self.values):
-            same = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-            if same != (first.shape, first.stride(), first.dtype, first.device):
-                raise CacheError(
-                    f"pages hold layers of {_describe(first)} and of {_describe(tensor)}; all must be laid out alike."
-                )
+        first, other = self.keys[0], odd_one((*self.keys, *self.values))
+        if other is not None:
+            raise CacheError(
+                f"pages hold layers of {_describe(first)} and of {_describe(other)}; all must be laid out alike."
+            )
         if first.ndim != 4 or first.stride(-1) != 1:
             raise CacheError(
                 f"pages hold layers of {_describe(first)}; expected [blocks, heads, block size, head dim] with the "
@@ -88,18 +87,28 @@ class Pages:
         block, _, slot, _ = self.keys[0].stride()
         return self.keys[0].shape[2], block, slot
 
-    def addresses(
-        self, kind: Int[Tensor, "P"], layer: Int[Tensor, "P"], head: Int[Tensor, "P"], dim: Int[Tensor, "P"]
-    ) -> Int[Tensor, "P"]:
+    def pointers(self) -> tuple[int, ...]:
+        """Addresses of all layers, in bytes: keys, then values."""
+        return tuple(tensor.data_ptr() for part in (self.keys, self.values) for tensor in part)
+
+    def addresses(self, at: Int[np.ndarray, "P 4"]) -> Int[np.ndarray, "P"]:
         """Addresses, in bytes, of places of slot 0: kind 0 for keys and 1 for values, then layer, head, coordinate."""
-        bases = torch.tensor([[tensor.data_ptr() for tensor in part] for part in (self.keys, self.values)])
-        return bases[kind, layer] + (head * self.keys[0].stride(1) + dim) * self.dtype.itemsize
+        kind, layer, head, dim = at.T
+        bases = np.array(self.pointers(), dtype=np.int64)[kind * self.layers + layer]
+        return bases + (head * self.keys[0].stride(1) + dim) * self.dtype.itemsize
 
     def slot_table(self) -> Int[Tensor, "N"]:
         """Slot of each row, as int64 on the device of the pages."""
         if self.slots is None:
             return torch.arange(self.rows, device=self.keys[0].device)
         return self.slots.to(self.keys[0].device, torch.int64)
+
+
+def odd_one(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The first of some tensors that is not laid out as the very first, in shape, strides, dtype and device."""
+    first = tensors[0]
+    alike = (first.shape, first.stride(), first.dtype, first.device)
+    return next((t for t in tensors if (t.shape, t.stride(), t.dtype, t.device) != alike), None)
 
 
 def _describe(tensor: Tensor) -> str:

@@ -11,18 +11,18 @@ from torch import Tensor
 
 from kvbridge.errors import CacheError
 from kvbridge.forms import Form, ResidualBranch, SharedBasis, SlotAffine
-from kvbridge.kernels.triton.binding import alignment
+from kvbridge.kernels.triton.binding import Binding, alignment
 from kvbridge.kernels.triton.config import WIDEST, choose_depth, choose_reduce_half
-from kvbridge.kernels.triton.entries import Entry, Products, slot_spans
+from kvbridge.kernels.triton.entries import Products, slot_spans
 from kvbridge.kernels.triton.product import TERM
 from kvbridge.kernels.triton.reduce import HEADER
 from kvbridge.kernels.triton.sides import Side
 from kvbridge.kernels.triton.weights import Weight
-from kvbridge.kernels.triton.workspace import Segment, Workspace
+from kvbridge.kernels.triton.workspace import STREAM, Workspace
 from kvbridge.variables import Span
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Program:
     """A map for certain target layers; memory addresses of a cache are filled in when it runs.
 
@@ -30,14 +30,16 @@ class Program:
         layers: target layers that it makes.
         source: shape of the source's rows.
         target: shape of the target's rows.
+        native: shape of what the target has computed itself.
         dtype: of the workspace and the products; sums are fp32.
         stored: dtype of the weights; int8 has scales.
         pitch: columns of the workspace.
-        segments: what is read.
+        binding: what is read and written.
+        reads_streams: layers of the residual stream that it reads.
+        streams: layers of the residual stream that it makes, and their widths.
         reduces: tiles of `z`, as `reduce.HEADER` says.
         quadratic: some activation is a product of two halves.
-        entries: what is written.
-        products: terms of the entries, as `product.TERM` says.
+        terms: products that are summed in one entry.
         blocks: workspace columns that meet weight rows.
         offsets: of the activations.
         bias: of the entries.
@@ -52,14 +54,16 @@ class Program:
     layers: range
     source: Side
     target: Side
+    native: Side
     dtype: torch.dtype
     stored: torch.dtype
     pitch: int
-    segments: tuple[Segment, ...]
+    binding: Binding
+    reads_streams: tuple[int, ...]
+    streams: dict[int, int]
     reduces: Int[Tensor, "tiles tile_fields"]
     quadratic: bool
-    entries: tuple[Entry, ...]
-    products: Int[Tensor, "entries term_fields"]
+    terms: int
     blocks: Int[Tensor, "blocks 3"]
     offsets: Float[Tensor, "W"]
     bias: Float[Tensor, "q"]
@@ -69,20 +73,6 @@ class Program:
     half: int
     reduce_half: int
     weights: tuple[Weight, ...]
-
-    @property
-    def terms(self) -> int:
-        """Products that are summed in one entry."""
-        return self.products.shape[1] // TERM
-
-    @property
-    def streams(self) -> dict[int, int]:
-        """Layers of the residual stream that it makes, and their widths."""
-        made: dict[int, int] = {}
-        for entry in self.entries:
-            if entry.kind is None:
-                made[entry.layer] = max(made.get(entry.layer, 0), entry.dim + entry.width)
-        return made
 
 
 def _read_spans(form: Form, layers: range, source: Side) -> tuple[Span, ...]:
@@ -96,6 +86,7 @@ def compile_map(
     target: Side,
     *,
     dtype: torch.dtype,
+    native: Side | None = None,
     stored: torch.dtype | None = None,
     device: torch.device | str = "cuda",
 ) -> Program:
@@ -108,6 +99,7 @@ def compile_map(
         source: shape of the source's rows.
         target: shape of the target's rows.
         dtype: of the products' inputs, float32, bfloat16 or float16; sums are fp32.
+        native: shape of what the target has computed itself, `target` by default.
         stored: dtype of the weights, `dtype` by default; `torch.int8` keeps them as whole numbers with scales.
         device: where it is to run.
 
@@ -115,14 +107,14 @@ def compile_map(
         CacheError: the forms read or make what the pair does not have.
     """
     wanted = [form for form in forms if isinstance(form, SlotAffine) or form.columns(layers)]
-    workspace = Workspace(source, target)
+    workspace = Workspace(source, native or target)
     workspace.reserve([span for form in wanted for span in _read_spans(form, layers, source)])
-    segments = tuple(workspace.segments())
+    segments = workspace.segments()
     lengths = {length for form in wanted for length in _lengths(form, workspace)}
     half = min(WIDEST // 2, (target.head_dim + 1) // 2) if not target.rotary else target.rotary // 2
     ranks = [form.expand.shape[0] for form in wanted if not isinstance(form, SlotAffine)]
     depth, reduce_half = choose_depth(lengths, dtype), choose_reduce_half(max(ranks, default=0))
-    products = Products(workspace, layers, stored or dtype, torch.device(device), depth, half, reduce_half)
+    products = Products(workspace, target, layers, stored or dtype, torch.device(device), depth, half, reduce_half)
     for form in sorted(wanted, key=lambda form: isinstance(form, ResidualBranch)):
         products.add(form)
     missing = [str(layer) for kind in (0, 1) for layer in layers if (kind, layer) not in products.made]
@@ -130,24 +122,28 @@ def compile_map(
         raise CacheError(f"the map does not make all keys and values of target layers {', '.join(missing)}.")
     entries, terms = products.entries()
     blocks, reduces = torch.cat(products.blocks), products.reduce_table()
+    align = alignment(blocks[:, 0], reduces[:, :2], *_addresses(terms), *_addresses(reduces[:, HEADER:]))
+    binding = Binding(segments, entries, terms, layers, align)
     return Program(
         layers=layers,
         source=source,
         target=target,
+        native=native or target,
         dtype=dtype,
         stored=stored or dtype,
         pitch=workspace.pitch,
-        segments=segments,
+        binding=binding,
+        reads_streams=tuple(binding.read.layers(STREAM)),
+        streams=products.streams(),
         reduces=reduces.to(device),
         quadratic=products.quadratic,
-        entries=entries,
-        products=terms,
+        terms=terms.shape[1] // TERM,
         blocks=blocks.to(device),
         offsets=products.offset_vector(),
         bias=products.bias_vector(),
         depth=depth,
         even=bool((blocks[:, 2] == depth).all()),
-        align=alignment(blocks[:, 0], reduces[:, :2], *_addresses(terms), *_addresses(reduces[:, HEADER:])),
+        align=align,
         half=half,
         reduce_half=reduce_half,
         weights=tuple(products.weights.values()),

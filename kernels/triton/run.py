@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvbridge.errors import CacheError
-from kvbridge.kernels.triton.binding import Streams, alignment, entry_table, segment_table
+from kvbridge.kernels.triton.binding import Bound, Streams
 from kvbridge.kernels.triton.config import Tile, choose_product, power_of_two
 from kvbridge.kernels.triton.expand import expand
 from kvbridge.kernels.triton.gather import gather
@@ -15,7 +15,7 @@ from kvbridge.kernels.triton.pages import Pages
 from kvbridge.kernels.triton.program import Program
 from kvbridge.kernels.triton.reduce import reduce
 from kvbridge.kernels.triton.sides import Side, Tables
-from kvbridge.kernels.triton.workspace import STREAM, TARGET
+from kvbridge.kernels.triton.workspace import TARGET
 
 
 def run(
@@ -31,11 +31,12 @@ def run(
 
     Args:
         program: the compiled map.
-        source: the source's cache, all layers, keys rotated.
+        source: the source's cache, all layers; keys rotated unless the map was compiled for content states.
         destination: the target's cache, the layers `program.layers` in order; written.
         tables: rotary tables of both models at the positions of the rows.
-        native: what the target has computed itself, layers `0 … m`, keys rotated, in the same slots as the destination.
-        streams: the target's residual stream at the input of layers that the map reads, in the dtype of the source.
+        native: what the target has computed itself, layers `0 … m`, in the same slots as the destination; its keys are
+            rotated unless the map was compiled for content states.
+        streams: the target's residual stream at the input of layers that the map reads, all in one dtype.
 
     Returns:
         The residual stream at the input of layers that the map makes, in the dtype of the destination.
@@ -44,10 +45,29 @@ def run(
         CacheError: caches, tables and map do not fit each other.
     """
     _require(program, source, destination, tables, native, streams or {})
+    read = {} if streams is None else {layer: streams[layer] for layer in program.reads_streams}
     device = source.keys[0].device
-    slots = torch.stack((source.slot_table(), destination.slot_table(), torch.arange(source.rows, device=device)))
+    made = {
+        layer: torch.empty((source.rows, width), dtype=destination.dtype, device=device)
+        for layer, width in program.streams.items()
+    }
+    bound = program.binding.bind(source, destination, native, read, made, tables)
+    slots = bound.slots
+    if source.slots is not None or destination.slots is not None:
+        slots = torch.stack((source.slot_table(), destination.slot_table(), slots[2]))
     workspace = torch.empty((source.rows, program.pitch), dtype=program.dtype, device=device)
-    _gather(program, source, native, streams or {}, tables, slots, workspace)
+    for part in bound.gathers:
+        gather(
+            part.segments,
+            slots,
+            tables.flat,
+            tables.tokens,
+            workspace,
+            given=part.given,
+            interleaved=part.interleaved,
+            widest=part.widest,
+            align=part.align,
+        )
     if len(program.reduces):
         reduce(
             workspace,
@@ -60,62 +80,31 @@ def run(
             even=program.even,
             tile=_tile(program, workspace, program.reduce_half),
         )
-    made = {
-        layer: torch.empty((source.rows, width), dtype=destination.dtype, device=device)
-        for layer, width in program.streams.items()
-    }
-    _expand(program, destination, made, tables, slots, workspace)
+    _expand(program, bound, destination.dtype, tables, slots, workspace)
     return made
-
-
-def _gather(
-    program: Program,
-    source: Pages,
-    native: Pages | None,
-    streams: Streams,
-    tables: Tables,
-    slots: Int[Tensor, "3 N"],
-    workspace: Float[Tensor, "N pitch"],
-) -> None:
-    for interleaved in sorted({segment.interleaved for segment in program.segments}):
-        chosen = [segment for segment in program.segments if segment.interleaved == interleaved]
-        table = segment_table(chosen, source, native, streams, tables)
-        starts = table[:, 7].clamp_min(0)
-        gather(
-            table.to(workspace.device),
-            slots,
-            tables.flat,
-            tables.tokens,
-            workspace,
-            given=source.dtype,
-            interleaved=interleaved,
-            widest=max(segment.width for segment in chosen),
-            align=alignment(table[:, [0, 2, 3, 5]], starts, (table[:, 6] + 1) // 2),
-        )
 
 
 def _expand(
     program: Program,
-    destination: Pages,
-    made: Streams,
+    bound: Bound,
+    written: torch.dtype,
     tables: Tables,
     slots: Int[Tensor, "3 N"],
     workspace: Float[Tensor, "N pitch"],
 ) -> None:
-    entries = entry_table(program.entries, program.products, program.layers, destination, made)
     expand(
         workspace,
-        entries.to(workspace.device),
+        bound.entries,
         program.blocks,
         program.bias,
         slots,
         tables.flat[tables.target :],
         tables.tokens,
         terms=program.terms,
-        written=destination.dtype,
+        written=written,
         interleaved=program.target.interleaved,
         stored=program.stored,
-        align=alignment([program.align], entries[:, [0, 2, 3, 5]]),
+        align=bound.align,
         even=program.even,
         half=program.half,
         tile=_tile(program, workspace, power_of_two(max(8, program.half))),
@@ -131,7 +120,6 @@ def _tile(program: Program, workspace: Float[Tensor, "N pitch"], half: int) -> T
 def _require(
     program: Program, source: Pages, destination: Pages, tables: Tables, native: Pages | None, streams: Streams
 ) -> None:
-    read = {segment.memory for segment in program.segments}
     _require_shape("source", source, program.source, program.source.layers)
     _require_shape("target", destination, program.target, len(program.layers))
     if destination.rows != source.rows:
@@ -149,26 +137,26 @@ def _require(
             f"the rotary tables hold {tables.target} numbers of the source and {tables.flat.shape[0] - tables.target} "
             f"of the target, expected {sizes[0]} and {sizes[1]}; take them from the pair's own models."
         )
-    if TARGET in read:
-        needed = 1 + max(segment.layer for segment in program.segments if segment.memory == TARGET)
+    _require_native(program, source.rows, native, streams)
+
+
+def _require_native(program: Program, rows: int, native: Pages | None, streams: Streams) -> None:
+    layers = program.binding.read.layers(TARGET)
+    if layers:
         if native is None:
-            raise CacheError(f"the map reads the target's own layers up to {needed - 1}; give them as native.")
-        _require_shape("native", native, program.target, needed)
-        if native.dtype != source.dtype or native.rows != source.rows:
+            raise CacheError(f"the map reads the target's own layers up to {layers[-1]}; give them as native.")
+        _require_shape("native", native, program.native, layers[-1] + 1)
+        if native.rows != rows:
+            raise CacheError(f"the native cache has {native.rows} rows, the source {rows}; both must agree.")
+    needed, shape = program.reads_streams, (rows, program.native.hidden)
+    kinds = {streams[layer].dtype for layer in needed if layer in streams}
+    for layer in needed:
+        stream = streams.get(layer)
+        if stream is None or stream.shape != shape or stream.stride(1) != 1 or len(kinds) > 1:
+            given = "none" if stream is None else f"{stream.dtype} {tuple(stream.shape)}"
             raise CacheError(
-                f"the native cache has {native.rows} rows of {native.dtype}, the source {source.rows} of "
-                f"{source.dtype}; both must agree."
+                f"the map reads the residual stream of layer {layer} as {shape}, in one dtype for all; given: {given}."
             )
-    for segment in program.segments:
-        if segment.memory == STREAM:
-            stream = streams.get(segment.layer)
-            shape = (source.rows, program.target.hidden)
-            if stream is None or stream.shape != shape or stream.dtype != source.dtype or stream.stride(1) != 1:
-                given = "none" if stream is None else f"{stream.dtype} {tuple(stream.shape)}"
-                raise CacheError(
-                    f"the map reads the residual stream of layer {segment.layer} as {source.dtype} {shape}; given: "
-                    f"{given}."
-                )
 
 
 def _require_shape(name: str, pages: Pages, side: Side, layers: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -41,17 +41,18 @@ class Side:
             UnsupportedModelError: its rotary tables give the two members of a pair different angles.
         """
         shape = model.geometry
-        codec = model.rotary
-        table = codec.tables(torch.tensor(PROBE_POSITIONS, device=model.model.device))[1]
-        half = one_per_pair(table, codec.interleaved)
-        second = table[:, 1::2] if codec.interleaved else table[:, half.shape[1] :]
-        if not torch.equal(half, second):
+        codec, device = model.rotary, model.model.device
+        if not has_one_angle_per_pair(codec, device):
             raise UnsupportedModelError(
                 f"{shape.describe()} turns the two members of a rotary pair by different angles; the Triton kernels "
                 "take one angle per pair, so execute its maps on the CPU path."
             )
-        rotary = table.shape[1]
+        rotary = codec.tables(torch.zeros(1, dtype=torch.long, device=device))[0].shape[1]
         return cls(shape.layers, shape.kv_heads, shape.head_dim, rotary, codec.interleaved, shape.hidden_size)
+
+    def content(self) -> Side:
+        """The side of content states, whose rotation is off already."""
+        return replace(self, rotary=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +70,21 @@ class Tables:
     target: int
 
     @classmethod
-    def of(cls, source: RotaryCodec, target: RotaryCodec, positions: Int[Tensor, "T"]) -> Tables:
-        """Tables of the two live models at absolute positions."""
+    def of(cls, source: RotaryCodec | None, target: RotaryCodec, positions: Int[Tensor, "T"]) -> Tables:
+        """Tables of the two live models at absolute positions; no source where content states are read."""
         first, second = (
-            torch.stack([one_per_pair(table, codec.interleaved) for table in codec.tables(positions)])
+            [one_per_pair(table, codec.interleaved).flatten() for table in codec.tables(positions)] if codec else []
             for codec in (source, target)
         )
-        return cls(torch.cat((first.flatten(), second.flatten())), positions.shape[0], first.numel())
+        return cls(torch.cat((*first, *second)), positions.shape[0], sum(table.numel() for table in first))
+
+
+def has_one_angle_per_pair(codec: RotaryCodec, device: torch.device) -> bool:
+    """Whether the two members of every rotary pair are turned by the same angle, as the kernels take for granted."""
+    table = codec.tables(torch.tensor(PROBE_POSITIONS, device=device))[1]
+    first = one_per_pair(table, codec.interleaved)
+    second = table[:, 1::2] if codec.interleaved else table[:, first.shape[1] :]
+    return torch.equal(first, second)
 
 
 def one_per_pair(table: Float[Tensor, "T R"], interleaved: bool) -> Float[Tensor, "T half"]:

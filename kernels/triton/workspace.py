@@ -49,7 +49,7 @@ class Workspace:
 
     Attributes:
         source: shape of the source's rows.
-        target: shape of the target's rows.
+        target: shape of the target's own rows that are read.
         columns: first column of each (variable, layer).
         pitch: columns in all.
     """
@@ -112,9 +112,9 @@ class Workspace:
                 for dim, width, rotated in parts(states, side, side.head_dim):
                     place = column + head * side.head_dim + dim
                     kind = KINDS.index(states)
-                    found.append(
-                        Segment(memory, kind, layer, head, dim, place, width, rotated, False, side.interleaved)
-                    )
+                    # What is not rotated has no convention: it goes with the source's.
+                    paired = side.interleaved if rotated else self.source.interleaved
+                    found.append(Segment(memory, kind, layer, head, dim, place, width, rotated, False, paired))
         return found
 
 
