@@ -31,7 +31,7 @@ _NUMBERS = itertools.count()
     "kvbridge::run_program",
     mutates_args={"destination"},
     schema="(int program, Tensor[] keys, Tensor[] values, Tensor[] native_keys, Tensor[] native_values, "
-    "Tensor[] streams, Tensor tables, int target_tables, Tensor(a!) destination) -> Tensor[]",
+    "Tensor[] streams, Tensor tables, int target_tables, Tensor(a!) destination) -> Tensor",
 )
 def run_program(
     program: int,
@@ -43,7 +43,7 @@ def run_program(
     tables: Float[Tensor, "numbers"],
     target_tables: int,
     destination: Float[Tensor, "2 L B H T D"],
-) -> list[Tensor]:
+) -> Float[Tensor, "N E"]:
     """Map a source's cache into a target's: the launches of `kvbridge.kernels.triton.run`.
 
     Args:
@@ -58,7 +58,7 @@ def run_program(
         destination: to be written; any strides, but the last is 1.
 
     Returns:
-        The residual streams that the map makes, `[B · T, E]`.
+        The residual stream at the input of the layer after the last; of width 0 where the map makes none.
     """
     compiled = _PROGRAMS[program]
     made = run(
@@ -69,7 +69,7 @@ def run_program(
         native=Pages.of(native_keys, native_values) if native_keys else None,
         streams=dict(zip(compiled.reads_streams, streams, strict=True)),
     )
-    return list(made.values())
+    return next(iter(made.values()), destination.new_empty((destination.shape[2] * destination.shape[4], 0)))
 
 
 @run_program.register_fake
@@ -83,9 +83,9 @@ def _(
     tables: Tensor,
     target_tables: int,
     destination: Tensor,
-) -> list[Tensor]:
-    rows = destination.shape[2] * destination.shape[4]
-    return [destination.new_empty((rows, width)) for width in _PROGRAMS[program].streams.values()]
+) -> Tensor:
+    width = next(iter(_PROGRAMS[program].streams.values()), 0)
+    return destination.new_empty((destination.shape[2] * destination.shape[4], width))
 
 
 def register(program: Program) -> int:
@@ -162,9 +162,7 @@ class LaunchedMap:
             number, list(source.keys), list(source.values), *own, read, tables.flat, tables.target, destination
         )
         self._require_finite(destination, layers)
-        batch = destination.shape[2]
-        streams = zip(program.streams, made, strict=True)
-        return {layer: stream.float().unflatten(0, (batch, -1)) for layer, stream in streams}
+        return {layer: made.float().unflatten(0, (destination.shape[2], -1)) for layer in program.streams}
 
     def _turns_pairs_alike(self, codec: RotaryCodec) -> bool:
         if codec not in self._one_angle:

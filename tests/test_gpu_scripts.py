@@ -28,16 +28,21 @@ def tiny(script: types.ModuleType) -> tuple[Any, Any]:
     return script.Model("tiny", 9, 32, 2, 2, 16, 64, 128), script.Model("small", 2, 48, 4, 2, 16, 64, 128)
 
 
-def test_every_map_passes_its_gate_and_a_wrong_one_does_not(script: types.ModuleType, tiny: tuple[Any, Any]) -> None:
+@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["quick", "rest"])
+def test_every_map_passes_its_gate_and_a_wrong_one_does_not(
+    script: types.ModuleType, tiny: tuple[Any, Any], quick: bool
+) -> None:
     if torch.cuda.is_available():
         pytest.skip("scripts/gpu_checks.py itself runs there")
     for name in script.MAPS:
+        if (name == "basis of 256 and branch of 64") != quick:
+            continue
         prepared = script.Prepared.make(name, tiny, torch.device("cpu"), torch.float32)
         assert prepared.error(tokens=3) < 1e-5
         prepared.products(3)()
-    prepared.forms[0].expand.mul_(1.1)
-    prepared.program.bias.add_(1.0)
-    assert prepared.error(tokens=3) > script.LARGEST_ERROR
+    if quick:
+        prepared.program.bias.add_(1.0)
+        assert prepared.error(tokens=3) > script.LARGEST_ERROR
 
 
 def test_plain_products_are_those_of_the_map(script: types.ModuleType, tiny: tuple[Any, Any]) -> None:

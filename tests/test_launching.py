@@ -1,4 +1,4 @@
-"""Maps that write through the Triton kernels, in the interpreter: the operator, and the choice of the way."""
+"""Maps that write through the Triton kernels, in the interpreter or on a card: the operator, and the choice of it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from kvbridge.kernels.launching import run_program
 from kvbridge.kernels.reference import apply_forms
 from kvbridge.rotary import RotaryCodec
 from kvbridge.states import CachedStates, ContentStates
+from kvbridge.variables import Span
 from tiny_maps import (
     BATCH,
-    JOINT,
-    LAYERS,
     MADE,
     NATIVE,
     SHAPES,
     STREAM,
     TARGET_LAYERS,
+    Shape,
+    Turning,
     make_basis,
     make_branch,
     make_cached,
@@ -36,7 +37,9 @@ from tiny_maps import (
 )
 from tiny_models import relative_error
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOKENS, SHAPE = 3, SHAPES["equal"]
+READ = (Span("source.keys", 1, 3), *NATIVE)
 EVERY = range(TARGET_LAYERS)
 EXACT = 3e-6
 
@@ -53,22 +56,38 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def room(layers: range, dtype: torch.dtype = torch.float32) -> Tensor:
     """A destination inside a longer cache, full of NaN."""
-    whole = torch.full((2, len(layers), BATCH, SHAPE[2], TOKENS + 5, SHAPE[3]), torch.nan, dtype=dtype)
+    shape = 2, len(layers), BATCH, SHAPE[2], TOKENS + 5, SHAPE[3]
+    whole = torch.full(shape, torch.nan, dtype=dtype, device=DEVICE)
     return whole[..., 3 : 3 + TOKENS, :]
 
 
 def everything() -> FormMap:
     """Reads the source, the native head and its stream; makes all states and a boundary stream, a branch adding."""
-    basis = make_basis(SHAPE, (*JOINT[:1], *NATIVE), MADE + STREAM, 4)
-    return FormMap((basis, make_branch(SHAPE, "quadratic", MADE[:1] + STREAM)))
+    with DEVICE:
+        basis = make_basis(SHAPE, READ, MADE + STREAM, 4)
+        branch = make_branch(SHAPE, "quadratic", MADE[:1] + STREAM)
+        return FormMap((basis, replace(branch, inputs=READ[:1], reduce=branch.reduce[: 2 * 2 * 16])))
 
 
 def slots() -> FormMap:
-    return FormMap(tuple(make_form(SHAPE, 1, kind=kind) for kind in ("keys", "values")))
+    with DEVICE:
+        return FormMap(tuple(make_form(SHAPE, 1, kind=kind) for kind in ("keys", "values")))
 
 
-def cached(dtype: torch.dtype = torch.float32) -> CachedStates:
-    return make_cached(SHAPE, TOKENS, make_rotary(8, dtype=dtype), dtype)
+def cached(dtype: torch.dtype = torch.float32, shape: Shape = SHAPE) -> CachedStates:
+    with DEVICE:
+        return make_cached(shape, TOKENS, make_rotary(8, dtype=dtype), dtype)
+
+
+def head() -> ContentStates:
+    with DEVICE:
+        return make_native(SHAPE, TOKENS)
+
+
+def codec(dtype: torch.dtype = torch.float32) -> RotaryCodec:
+    """The target's rotation."""
+    with DEVICE:
+        return make_rotary(16, dtype=dtype)
 
 
 def expected(mapping: FormMap, source: CachedStates, layers: range, native: ContentStates | None) -> ContentStates:
@@ -81,7 +100,7 @@ def rotated(made: ContentStates, rotary: RotaryCodec) -> Tensor:
 
 @pytest.mark.parametrize("content", [False, True], ids=["cached", "content"])
 def test_writes_what_the_reference_makes(content: bool, launches: list[Any]) -> None:
-    mapping, source, native, rotary = everything(), cached(), make_native(SHAPE, TOKENS), make_rotary(16)
+    mapping, source, native, rotary = everything(), cached(), head(), codec()
     place, wanted = room(EVERY), expected(mapping, source, EVERY, native)
     streams = mapping.write(source.content() if content else source, EVERY, place, rotary, native)
     assert len(launches) == 1
@@ -91,20 +110,20 @@ def test_writes_what_the_reference_makes(content: bool, launches: list[Any]) -> 
 
 
 def test_reads_half_precision_beside_a_native_head_in_fp32(launches: list[Any]) -> None:
-    mapping, source, native = everything(), cached(torch.float16), make_native(SHAPE, TOKENS)
-    rotary, place = make_rotary(16, dtype=torch.float16), room(EVERY, torch.float16)
+    mapping, source, native = everything(), cached(torch.float16), head()
+    rotary, place = codec(torch.float16), room(EVERY, torch.float16)
     streams = mapping.write(source, EVERY, place, rotary, native)
     wanted = expected(mapping, source, EVERY, native)
     assert len(launches) == 1
-    assert relative_error(place.float(), rotated(wanted, rotary)) < 1e-3
+    assert relative_error(place.float(), rotated(wanted, rotary)) < 3e-3
     assert streams[TARGET_LAYERS].dtype == torch.float32
-    assert relative_error(streams[TARGET_LAYERS], wanted.residual[TARGET_LAYERS]) < 1e-3
+    assert relative_error(streams[TARGET_LAYERS], wanted.residual[TARGET_LAYERS]) < 3e-3
 
 
 def test_compiles_once_and_binds_what_lies_where_it_lay_once(
     launches: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mapping, rotary, first, second, part = slots(), make_rotary(16), cached(), cached(), range(1, 2)
+    mapping, rotary, first, second, part = slots(), codec(), cached(), cached(), range(1, 2)
     bound, places, binding = [], [room(part), room(part)], importlib.import_module("kvbridge.kernels.triton.binding")
     make = binding.Binding._bound
     monkeypatch.setattr(binding.Binding, "_bound", lambda self, *given: bound.append(self) or make(self, *given))
@@ -127,19 +146,23 @@ def unequal_layers(source: CachedStates) -> CachedStates:
     return replace(source, values=tuple(tensor.contiguous() for tensor in source.values))
 
 
+class Uneven(Turning):
+    """The two members of a pair are turned by different angles."""
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = super().forward(x, position_ids)
+        stretch = torch.linspace(1, 2, cos.shape[-1], device=cos.device)
+        return cos * stretch, sin * stretch
+
+
 def two_angles(source: CachedStates) -> CachedStates:
-    module = make_rotary(8).module
-    module.frequencies = torch.linspace(1, 0.1, 4)
-    uneven = RotaryCodec(torch.nn.Module(), torch.float32, False)
-    uneven.module.forward = lambda reference, positions: tuple(  # type: ignore[method-assign]
-        table * torch.linspace(1, 2, 8) for table in module(reference, positions)
-    )
-    return replace(source, rotary=uneven)
+    with DEVICE:
+        return replace(source, rotary=RotaryCodec(Uneven(8, False), torch.float32, False))
 
 
 @pytest.mark.parametrize("change", [unequal_layers, two_angles], ids=["unequal-layers", "two-angles"])
 def test_leaves_to_plain_torch_what_the_kernels_cannot_read(change: Any, launches: list[Any]) -> None:
-    mapping, rotary, place = slots(), make_rotary(16), room(range(1, 2))
+    mapping, rotary, place = slots(), codec(), room(range(1, 2))
     source = change(cached())
     mapping.write(source, range(1, 2), place, rotary)
     assert not launches
@@ -147,22 +170,21 @@ def test_leaves_to_plain_torch_what_the_kernels_cannot_read(change: Any, launche
 
 
 def test_refuses_what_plain_torch_refuses(launches: list[Any]) -> None:
-    mapping, source, native, rotary = everything(), cached(), make_native(SHAPE, TOKENS), make_rotary(16)
+    mapping, source, native, rotary = everything(), cached(), head(), codec()
     with pytest.raises(CacheError, match="the plan has no native head"):
         mapping.write(source, EVERY, room(EVERY), rotary)
-    fewer = replace(source, keys=source.keys[:-1], values=source.values[:-1])
-    with pytest.raises(CacheError, match=rf"the source states have {LAYERS - 1} layers"):
+    fewer = replace(source, keys=source.keys[:2], values=source.values[:2])
+    with pytest.raises(CacheError, match="the source states have 2 layers"):
         mapping.write(fewer, EVERY, room(EVERY), rotary, native)
     with pytest.raises(CacheError, match="belongs to another target"):
         mapping.write(source, EVERY, room(range(2)), rotary, native)
     with pytest.raises(CacheError, match="input slots of width 16"):
-        slots().write(make_cached((1, 16, 2, 16), TOKENS, make_rotary(8), torch.float32), EVERY, room(EVERY), rotary)
+        slots().write(cached(shape=(1, 16, 2, 16)), EVERY, room(EVERY), rotary)
     assert not launches
-    broken = tuple(tensor.clone() for tensor in source.values)
-    for tensor in broken:
-        tensor[0, 1, 2, 2] = torch.inf
-    with pytest.raises(CacheError, match=r"states of layer \d: (keys|values) hold NaN or infinite numbers"):
-        slots().write(replace(source, values=broken, keys=source.keys), range(1, 2), room(range(1, 2)), rotary)
+    keys, values = slots().forms
+    broken = FormMap((keys, replace(values, bias=torch.full_like(values.bias, torch.nan))))
+    with pytest.raises(CacheError, match="states of layer 1: values hold NaN or infinite numbers"):
+        broken.write(source, range(1, 2), room(range(1, 2)), rotary)
 
 
 def sample(mapping: FormMap, layers: range, native: ContentStates | None) -> tuple[Any, ...]:
@@ -171,13 +193,13 @@ def sample(mapping: FormMap, layers: range, native: ContentStates | None) -> tup
     launching = importlib.import_module("kvbridge.kernels.launching")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launching, "run_program", lambda *given: seen.append(given) or run_program(*given))
-        mapping.write(cached(), layers, room(layers), make_rotary(16), native)
+        mapping.write(cached(), layers, room(layers), codec(), native)
     return seen[0]
 
 
 def test_the_operator_passes_torchs_own_checks() -> None:
     mapping = everything()
-    torch.library.opcheck(run_program, sample(mapping, EVERY, make_native(SHAPE, TOKENS)))
+    torch.library.opcheck(run_program, sample(mapping, EVERY, head()))
 
 
 def test_a_write_compiles_into_one_graph() -> None:

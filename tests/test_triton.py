@@ -36,6 +36,15 @@ PAIRS = {
 }
 
 
+# One of each kind of rotation runs always; the interpreter takes seconds for each of the rest.
+QUICK = {("equal", 1), ("interleaved", 1), ("no-rotation", 8)}
+EVERY = [
+    pytest.param(*PAIRS[name], k, id=f"{name}-{k}", marks=() if (name, k) in QUICK else pytest.mark.slow)
+    for name in PAIRS
+    for k in (1, 8)
+]
+
+
 def on_device(forms: tuple[Form, ...]) -> tuple[Form, ...]:
     return tuple(form.to(device=DEVICE) for form in forms)
 
@@ -93,16 +102,21 @@ def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.parametrize("k", [1, 8])
-@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
-def test_a_slot_affine_map_equals_the_reference(pair: tuple[Side, Side], k: int) -> None:
-    source, target = pair
+@pytest.mark.parametrize(("source", "target", "k"), EVERY)
+def test_a_slot_affine_map_equals_the_reference(source: Side, target: Side, k: int) -> None:
     case = Case(replace(source, layers=max(source.layers, k)), target, tokens=7 if k == 1 else 1)
     assert Ran(case, slot_forms(case, k)).error < EXACT
 
 
-@pytest.mark.parametrize("rank", [None, 9], ids=["full-rank", "rank-9"])
-@pytest.mark.parametrize("pair", [PAIRS["wider-target"], PAIRS["interleaved"]], ids=["halves", "interleaved"])
+@pytest.mark.parametrize(
+    ("pair", "rank"),
+    [
+        pytest.param(PAIRS["interleaved"], 9, id="interleaved-rank-9"),
+        pytest.param(PAIRS["interleaved"], None, id="interleaved-full-rank", marks=pytest.mark.slow),
+        pytest.param(PAIRS["wider-target"], 9, id="halves-rank-9", marks=pytest.mark.slow),
+        pytest.param(PAIRS["wider-target"], None, id="halves-full-rank", marks=pytest.mark.slow),
+    ],
+)
 def test_a_shared_basis_with_the_targets_own_states_equals_the_reference(
     pair: tuple[Side, Side], rank: int | None
 ) -> None:
@@ -113,6 +127,7 @@ def test_a_shared_basis_with_the_targets_own_states_equals_the_reference(
     assert relative_error(ran.streams[layer].view_as(ran.expected_streams[layer]), ran.expected_streams[layer]) < EXACT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", ["linear", "gelu", "quadratic"])
 def test_a_residual_branch_adds_to_either_form(activation: str) -> None:
     case = Case(*PAIRS["narrower-target"], tokens=5)
@@ -126,14 +141,16 @@ def test_two_forms_share_a_basis_and_branches_add_up() -> None:
     assert Ran(case, forms).error < EXACT
 
 
-@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "given", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=["bf16", "fp16"]
+)
 def test_reads_every_dtype(given: torch.dtype) -> None:
     case = Case(*PAIRS["equal"], tokens=5)
     assert Ran(case, slot_forms(case, 1), given=given).error < EXACT
 
 
 def test_half_precision_products_stay_near_the_reference() -> None:
-    case = Case(*PAIRS["wider-target"], tokens=33)
+    case = Case(*PAIRS["equal"], tokens=17)
     forms = basis_form(case, 16), branch_form(case, "gelu", 4)
     assert Ran(case, forms, dtype=torch.float16).error < 2e-3
 
