@@ -139,7 +139,8 @@ class _Packer:
     def slots(self, form: SlotAffine) -> None:
         read = read_by(form)
         rows = self._number(("slots", read.slot_width), read)
-        if read.needs > self.rows[rows].needs:
+        known = self.rows[rows]
+        if isinstance(known, Gathered) and read.needs > known.needs:
             self.rows[rows] = read
         for layer in range(form.layers):
             self.pieces[form.kind, layer] = tuple(

@@ -16,7 +16,7 @@ _SPENT: ContextVar[dict[str, float] | None] = ContextVar("kvbridge_steps", defau
 @contextmanager
 def measured_steps() -> Iterator[dict[str, float]]:
     """While open, the seconds of each of `STEPS` are added to what it gives; of a CPU, where nothing is queued."""
-    spent = dict.fromkeys(STEPS, 0.0)
+    spent: dict[str, float] = dict.fromkeys(STEPS, 0.0)
     token = _SPENT.set(spent)
     try:
         yield spent

@@ -161,6 +161,6 @@ def expand(
         BLOCK_T=tile.tokens,
         BLOCK_H=tile.half,
         BLOCK_K=tile.depth,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_warps=tile.warps,  # pyright: ignore[reportCallIssue]
+        num_stages=tile.stages,  # pyright: ignore[reportCallIssue]
     )

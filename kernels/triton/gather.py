@@ -164,5 +164,5 @@ def gather(
         FIELDS=SEGMENT,
         BLOCK_T=tile.tokens,
         HALF=tile.half,
-        num_warps=tile.warps,
+        num_warps=tile.warps,  # pyright: ignore[reportCallIssue]
     )
