@@ -147,10 +147,10 @@ class Writing:
         for span, place in zip(spans, rows.split(list(widths), dim=1), strict=True):
             states = source if span.role == "source" else native
             if span.states in KINDS and states is not None:
-                turned = isinstance(states, CachedStates) and span.states == "keys"
-                tables = states.rotary.inverse_tables(states.positions) if turned else (None, None)
+                codec = states.rotary if isinstance(states, CachedStates) and span.states == "keys" else None
+                tables = codec.inverse_tables(states.positions) if codec else (None, None)
                 tensors = list(getattr(states, span.states)[span.start : span.stop])
-                gather_layers(tensors, *tables, turned and states.rotary.interleaved, place)
+                gather_layers(tensors, *tables, codec is not None and codec.interleaved, place)
             elif native is not None:
                 place.copy_(span_rows(span, native).flatten(0, 1))
         return rows
