@@ -40,8 +40,10 @@ def read_prompt(tokenizer: PreTrainedTokenizerBase, given: Given, *, first: bool
     A text has the tokens that every prompt begins with where it is the first of a conversation.
 
     Raises:
-        UsageError: it is empty, or there is no chat template for messages.
+        UsageError: it is empty or none of these, or there is no chat template for messages.
     """
+    if not isinstance(given, str | Sequence):
+        raise UsageError(f"the prompt is a {type(given).__name__}; give text, messages or a list of token ids.")
     if not given:
         raise UsageError("the prompt is empty; give text, messages or token ids.")
     if isinstance(given, str):
@@ -49,7 +51,10 @@ def read_prompt(tokenizer: PreTrainedTokenizerBase, given: Given, *, first: bool
         return Prompt(tuple(ids), given)
     if all(isinstance(part, Mapping) for part in given):
         return _chat(tokenizer, [dict(part) for part in given if isinstance(part, Mapping)])
-    return Prompt(tuple(int(part) for part in given if not isinstance(part, Mapping)))
+    ids = tuple(part for part in given if isinstance(part, int))
+    if len(ids) < len(given):
+        raise UsageError("the prompt is neither text, nor messages, nor whole token ids; give one of these.")
+    return Prompt(ids)
 
 
 def _chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> Prompt:

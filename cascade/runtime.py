@@ -89,6 +89,8 @@ class Cascade:
         Raises:
             UsageError, CacheError: as `generate`.
         """
+        if isinstance(prompts, str):
+            raise UsageError("generate_batch takes several prompts and was given one text; give a list of them.")
         seed = read_asked(asked)[0].seed
         return [self.generate(prompt, task=task, **asked | {"seed": seed + at}) for at, prompt in enumerate(prompts)]
 

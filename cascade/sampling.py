@@ -7,12 +7,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvbridge.errors import CacheError, UsageError
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +52,17 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, allowed, expected in (
-            ("max_new_tokens", self.max_new_tokens >= 1, "1 or more"),
-            ("temperature", math.isfinite(self.temperature) and self.temperature >= 0, "0 (greedy) or more"),
-            ("top_p", 0 < self.top_p <= 1, "more than 0 and at most 1"),
-            ("top_k", self.top_k >= 0, "0 (all tokens) or more"),
+            ("max_new_tokens", _whole(self.max_new_tokens) and self.max_new_tokens >= 1, "a whole number, 1 or more"),
+            ("temperature", _number(self.temperature) and self.temperature >= 0, "0 (greedy) or more"),
+            ("top_p", _number(self.top_p) and 0 < self.top_p <= 1, "more than 0 and at most 1"),
+            ("top_k", _whole(self.top_k) and self.top_k >= 0, "a whole number, 0 (all tokens) or more"),
             (
                 "repetition_penalty",
-                math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
+                _number(self.repetition_penalty) and self.repetition_penalty > 0,
                 "more than 0; 1 is none",
             ),
-            ("stop", all(self.stop), "strings of one character or more"),
-            ("seed", 0 <= self.seed < 2**63, "0 or more and below 2⁶³"),
+            ("stop", all(isinstance(stop, str) and stop for stop in self.stop), "strings of one character or more"),
+            ("seed", _whole(self.seed) and 0 <= self.seed < 2**63, "a whole number, 0 or more and below 2⁶³"),
         ):
             if not allowed:
                 raise UsageError(f"{name}={getattr(self, name)!r}: give {expected}.")

@@ -65,8 +65,10 @@ class Session:
         added = [dict(part) for part in prompt if isinstance(part, Mapping)] if chat else []
         whole = read_prompt(self._tokenizer, [*self.messages, *added]) if chat else self._following(prompt)
 
-        def finished(result: Result) -> None:
+        def finished(result: Result | None) -> None:
             self._open = False
+            if result is None:
+                return
             if chat:
                 self.messages += [*added, {"role": "assistant", "content": result.text}]
             else:
@@ -95,7 +97,7 @@ def read_asked(given: dict[str, Any]) -> tuple[SamplingParams, Mode]:
     unknown = sorted(given.keys() - {*sampling, *mode})
     if unknown:
         raise UsageError(f"{unknown[0]} is no setting; expected {', '.join([*sampling, *mode])}.")
-    stop = given.get("stop", ())
+    stop = given.get("stop") or ()
     whole: dict[str, Any] = given | {"stop": (stop,) if isinstance(stop, str) else tuple(stop)}
     parts = ({name: whole[name] for name in names if name in whole} for names in (sampling, mode))
     return SamplingParams(**next(parts)), Mode(**next(parts))

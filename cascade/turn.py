@@ -60,10 +60,10 @@ class Turn:
         params: what the caller asks of the answer.
         mode: how the target writes.
         task: what the caller says the prompt is.
-        finished: called with the result.
+        finished: called with the result, or with `None` after an error.
 
     Raises:
-        UsageError: prompt and answer are longer than the target was made for.
+        UsageError: prompt and answer are longer than the target was made for, or a token is not one of the pair's.
     """
 
     def __init__(
@@ -75,12 +75,15 @@ class Turn:
         params: SamplingParams,
         mode: Mode,
         task: str | None = None,
-        finished: Callable[[Result], None] | None = None,
+        finished: Callable[[Result | None], None] | None = None,
     ) -> None:
         pair = parts.carrier.pair
         self.parts, self.source, self.target = parts, source, target
         self.prompt, self.task, self._finished = prompt, task, finished
         vocabulary = min(model.model.config.vocab_size for model in (source.model, target.model))
+        beyond = [token for token in prompt.tokens if not 0 <= token < vocabulary]
+        if beyond:
+            raise UsageError(f"token id {beyond[0]} is none of the pair's {vocabulary}; give ids of its tokenizer.")
         self.writing = Writing(
             target.model, torch.tensor([prompt.tokens]), params, pair.tokenizer, vocabulary=vocabulary
         )
@@ -90,6 +93,7 @@ class Turn:
         self._following: Float[Tensor, "V"] | None = None
         self._target = Answering(parts.carrier, source, target, self.writing, mode, self._note)
         self._result: Result | None = None
+        self._stream = self._tell()
 
     @property
     def result(self) -> Result:
@@ -103,6 +107,18 @@ class Turn:
         return self._result
 
     def __iter__(self) -> Iterator[Event]:
+        """The events that have not been taken yet; all of them are one stream, wherever it is taken from."""
+        return self._stream
+
+    def _tell(self) -> Iterator[Event]:
+        try:
+            yield from self._answer()
+        except Exception:
+            if self._finished is not None:
+                self._finished(None)
+            raise
+
+    def _answer(self) -> Iterator[Event]:
         self._start, read = time.perf_counter(), self.source.read_tokens
         for event in self._events():
             if event.kind == "draft":

@@ -21,7 +21,7 @@ from kvbridge.processes import process_state
 STATUS = "status.json"
 # Settings that change neither what is computed nor its outcome.
 INDIFFERENT = (
-    *("out", "moments_store", "logger", "experiment", "bench"),
+    *("out", "moments_store", "logger", "experiment", "bench", "gate", "mapper.residual.checkpoint_seconds"),
     *(f"calibration.{name}" for name in ("checkpoint_seconds", "shard", "keep_staged", "memory_gb")),
 )
 

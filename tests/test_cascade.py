@@ -249,6 +249,37 @@ def test_other_misuse_is_refused(pair: ModelPair) -> None:
         _ = cascade(pair).stream(PROMPT).result
 
 
+def test_a_stream_that_was_left_goes_on_where_it_was(pair: ModelPair, native: list[int]) -> None:
+    whole = cascade(pair, policy=Never()).generate(PROMPT, max_new_tokens=NEW)
+    model = cascade(pair, policy=Never())
+    turn = model.stream(PROMPT, max_new_tokens=NEW)
+    for event in turn:
+        if event.kind == "commit":
+            break
+    assert turn.finish().text == whole.text
+    assert list(turn) == []
+    assert list(turn.result.tokens) == native
+    assert model.metrics.to_dict()["answers"]["source"] == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([1, 99_999], r"token id 99999 is none of the pair's \d+; give ids of its tokenizer"),
+        ([5, -1], "token id -1 is none of the pair's"),
+    ],
+    ids=["beyond", "negative"],
+)
+def test_prompts_that_are_none_are_refused(pair: ModelPair, prompt: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        cascade(pair).session().stream(prompt)
+
+
+def test_a_batch_is_a_list(pair: ModelPair) -> None:
+    with pytest.raises(UsageError, match="takes several prompts and was given one text"):
+        cascade(pair).generate_batch("ab")
+
+
 def said(check: str, score: float) -> GateReading:
     return GateReading(check, score, 1.0, "" if score <= 1 else "too far")
 

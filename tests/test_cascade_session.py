@@ -54,6 +54,18 @@ def test_turns_are_the_models_own(pair: ModelPair, policy: Any) -> None:
         assert [answer.route for answer in answers] == ["source", "target", "target"]
 
 
+def test_a_session_outlives_an_error(pair: ModelPair) -> None:
+    class Failing:
+        def decide(self, progress: Any) -> bool | None:
+            raise RuntimeError("no")
+
+    session = cascade(pair, policy=Failing()).session()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no"):
+            session.generate(TURNS[0], max_new_tokens=NEW)
+    assert session.tokens == []
+
+
 def test_only_what_is_new_is_read_or_mapped(pair: ModelPair) -> None:
     session = cascade(pair).session()
     answers = [session.generate(text, max_new_tokens=NEW) for text in TURNS]

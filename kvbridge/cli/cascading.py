@@ -28,7 +28,13 @@ def _prompts(path: str | None) -> Iterator[tuple[Any, str | None]]:
     file = Path(path or "").expanduser()
     if path is None or not file.is_file():
         raise UsageError(f"cascade.prompts={path}: give a file with one prompt a line, or JSON lines with prompt.")
-    for number, line in enumerate(file.read_text().splitlines(), 1):
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{file} is not UTF-8 text; give a file with one prompt a line.") from error
+    if not any(map(str.strip, lines)):
+        raise UsageError(f"{file} holds no prompt; give one a line.")
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         if file.suffix != ".jsonl":
@@ -36,9 +42,14 @@ def _prompts(path: str | None) -> Iterator[tuple[Any, str | None]]:
             continue
         try:
             found = json.loads(line)
-            yield found["messages"] if "messages" in found else found["prompt"], found.get("task")
+            wanted = "messages" if "messages" in found else "prompt"
+            given, task = found[wanted], found.get("task")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"{file}, line {number}: no JSON object with prompt or messages.") from error
+        if not isinstance(given, list if wanted == "messages" else str):
+            kind = "list of messages" if wanted == "messages" else "text"
+            raise UsageError(f"{file}, line {number}: {wanted} is a {type(given).__name__}; give a {kind}.")
+        yield given, task
 
 
 def cascade_command(config: DictConfig) -> None:
