@@ -416,4 +416,5 @@ def test_whatever_a_config_says_of_a_branch_is_refused_or_changes_no_number(
             found, wanted = (each.map().forms[2].tensors() for each in (loaded, stored))
             assert all(torch.equal(found[key], wanted[key]) for key in wanted)
             # A span may stand for another of the same width, and linear for GELU.
-            assert value == branch.options().get(name) or name in ("inputs", "outputs", "activation")
+            same = {"form": branch.name} | branch.options()
+            assert value == same.get(name) or name in ("inputs", "outputs", "activation")
