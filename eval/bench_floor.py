@@ -30,21 +30,18 @@ def _seconds(work: Callable[[], object], device: torch.device, repeats: int) -> 
 def product_shapes(packed: PackedMap, layers: range) -> list[tuple[int, int]]:
     """Inner and outer width of the products that a map makes for the target `layers`.
 
-    What reads the same rows counts as one wide product, as if nothing stood between its layers; so do the slots that a
-    piece reads, as if they lay side by side.
+    What reads the same rows counts as one wide product, as if nothing stood between its layers.
     """
     shared: dict[int, list[int]] = defaultdict(lambda: [0, 0])
     alone: list[tuple[int, int]] = []
     for (states, layer), pieces in packed.pieces.items():
         wanted = layer == layers.stop if states == "residual" else layer in layers
-        for piece in pieces if wanted else ():
-            slotted = [term.weight.shape for term in piece.terms if term.slots is not None]
-            if slotted:
-                alone.append((sum(inner for inner, _ in slotted), slotted[0][1]))
-            for term in piece.terms:
-                if term.slots is None:
-                    inner, outer = term.weight.shape
-                    shared[term.rows] = [inner, shared[term.rows][1] + outer]
+        for term in (term for piece in pieces if wanted for term in piece.terms):
+            inner, outer = term.weight.shape
+            if term.slots is None:
+                shared[term.rows] = [inner, shared[term.rows][1] + outer]
+            else:
+                alone.append((inner, outer))
     made = [row.weight.shape for row in packed.rows if isinstance(row, Projected)]
     return [*((inner, outer) for inner, outer in made), *((inner, outer) for inner, outer in shared.values()), *alone]
 

@@ -137,7 +137,7 @@ def write_heads(
     with step("product"):
         made = (rows[0] @ weights[0]).float()
         for more, weight in zip(rows[1:], weights[1:], strict=True):
-            made = made.addmm_(more, weight) if more.dtype == made.dtype else made.add_(more @ weight)
+            made += more @ weight
     batch, heads, _, width = destination.shape
     states = made.add_(bias).unflatten(1, (heads, width)).unflatten(0, (batch, -1)).transpose(1, 2)
     if cos is None or sin is None:

@@ -151,13 +151,12 @@ class _Packer:
         # In order, so that slots that lie side by side are found to be a run.
         table, order = form.slots[layer, heads.start].long().sort()
         weight = form.weight[layer, heads.start : heads.stop][:, order]  # [H, S, D_s, D_t]
-        flat = self._ready(weight.permute(1, 2, 0, 3).flatten(2).flatten(0, 1))
-        bias, runs = form.bias[layer, heads.start : heads.stop].flatten().float(), list(_runs(table.tolist()))
-        # Sums in fp32 lose nothing where a product ends, so each run is read where it lies.
-        if len(runs) > 1 and self.dtype != torch.float32:
-            return Piece(heads, (Term(rows, flat, table),), bias)
-        parts = flat.split([len(run) * weight.shape[2] for run in runs])
-        return Piece(heads, tuple(Term(rows, part, run) for part, run in zip(parts, runs, strict=True)), bias)
+        flat = weight.permute(1, 2, 0, 3).flatten(2).flatten(0, 1)
+        first, last = int(table[0]), int(table[-1])
+        run = last - first + 1 == len(table) == len(table.unique())
+        slots = range(first, last + 1) if run else table
+        bias = form.bias[layer, heads.start : heads.stop].flatten().float()
+        return Piece(heads, (Term(rows, self._ready(flat), slots),), bias)
 
     def basis(self, form: SharedBasis) -> None:
         rows = self._gathered(form)
@@ -205,15 +204,6 @@ def _alike(table: Int[Tensor, "H S"]) -> Iterator[range]:
         if head == len(table) or not torch.equal(table[head], table[first]):
             yield range(first, head)
             first = head
-
-
-def _runs(slots: list[int]) -> Iterator[range]:
-    """Slots in rising order as runs of neighbours."""
-    first = 0
-    for at in range(1, len(slots) + 1):
-        if at == len(slots) or slots[at] != slots[at - 1] + 1:
-            yield range(slots[first], slots[at - 1] + 1)
-            first = at
 
 
 def _added(piece: Piece, term: Term, bias: Float[Tensor, "q"], head_dim: int) -> Piece:
