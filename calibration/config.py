@@ -31,7 +31,7 @@ class CalibrationConfig(CorpusConfig):
         seed: of the order of documents.
         batch: blocks per forward pass.
         precision: of the products within one batch (`float64`, `float32`, or `bfloat16`, which rounds their factors and
-            sums in fp32: twice as fast on a CPU that multiplies it natively); sums over batches are always fp64.
+            sums in fp32: faster on some CPUs with bf16 products); sums over batches are always fp64.
         checkpoint_seconds: time between checkpoints.
         pairing: `same` reads each block with both models; `shuffled`, a control, gives the target another block, of
             another document where each gives one, so that nothing but averages can be learned.

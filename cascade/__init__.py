@@ -1,4 +1,4 @@
-"""Runtime, escalation policies, gate and fallback, sessions, server, engine connector."""
+"""Runtime, escalation policies, gate and fallback, sessions, exact mode."""
 
 from kvbridge.cascade.exact import DraftSchedule
 from kvbridge.cascade.gate import Gate, GateLimits, GateReading

@@ -1,4 +1,4 @@
-"""The branch while it is trained: `(φ(z A + a) B + b) · unit` on whitened features z, zero at first."""
+"""The branch while it is trained: `(φ(z A + a) B + b) · unit` on features z in units of their spread, zero at first."""
 
 from __future__ import annotations
 
