@@ -68,7 +68,7 @@ def branches(
 
 
 def table(rows: dict[str, Any]) -> str:
-    """The rows as Markdown, lowest KL last."""
+    """The rows as Markdown."""
     lines = ["| map | gap recovered | KL | first token | top-1 | map's share of prefill |", "|---|---|---|---|---|---|"]
     for name, row in rows.items():
         gap, kl = row["gap_recovered"], row["kl"]
