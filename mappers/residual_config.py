@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from kvbridge.branch import ACTIVATIONS
 from kvbridge.errors import UsageError
 
 NO_BRANCH = "none"
-KINDS_OF_BRANCH = ("linear", "quadratic", "gelu")
+KINDS_OF_BRANCH = tuple(ACTIVATIONS)
 LOSSES = ("mse", "attention", "kl")
 COUNTS = (
     "rank", "steps", "batch", "accumulate", "suffixes", "suffix", "queries", "directions", "documents",
