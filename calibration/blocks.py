@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,25 @@ def opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The special tokens that every prompt begins with."""
     ids = encode(tokenizer, "a")
     return ids[: len(ids) - len(tokenizer("a", add_special_tokens=False)["input_ids"])]
+
+
+@dataclass(frozen=True, slots=True)
+class Openings:
+    """Documents, known by how they begin.
+
+    Attributes:
+        length: tokens that are compared.
+        known: the first so many of each, as bytes of 32-bit numbers.
+    """
+
+    length: int
+    known: Container[bytes]
+
+    def __contains__(self, ids: Sequence[int]) -> bool:
+        return np.asarray(ids[: self.length], dtype=np.int32).tobytes() in self.known
+
+
+NOTHING_KNOWN = Openings(0, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +123,15 @@ def first_blocks(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, block: int,
 
 
 def draw_blocks(
-    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, *, tokens: int, block: int, held_out: float, seed: int
+    corpus: Corpus,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    tokens: int,
+    block: int,
+    held_out: float,
+    seed: int,
+    skip: int = 0,
+    known: Openings = NOTHING_KNOWN,
 ) -> BlockSet:
     """Draw the blocks of one calibration.
 
@@ -118,6 +145,8 @@ def draw_blocks(
         block: tokens per block.
         held_out: size of the held-out split as a share of the fit split, below 1; 0 for none.
         seed: of the order.
+        skip: documents at its beginning that give no block.
+        known: documents that give none either.
 
     Raises:
         UsageError: a number is out of range.
@@ -139,8 +168,13 @@ def draw_blocks(
         stored = np.memmap(file, dtype=np.int32, mode="w+", shape=(total, block))
     split = np.zeros(total, dtype=np.uint8)
     drawn = dict.fromkeys(SPLITS, 0)
-    documents: set[int] = set()
+    documents, left_out = set[int](), set[int]()
     for number, ids in _pieces(corpus, tokenizer, block, seed):
+        if number < skip or number in left_out:
+            continue
+        if number not in documents and ids in known:
+            left_out.add(number)
+            continue
         name = "held_out" if period and number % period == period - 1 else "fit"
         if drawn[name] < wanted[name]:
             row = sum(drawn.values())

@@ -9,9 +9,11 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
+from kvbridge.calibration.added import added_moments, identity_with
 from kvbridge.calibration.archive import MOMENTS, CalibrationMoments
-from kvbridge.calibration.blocks import BlockSet, draw_blocks
+from kvbridge.calibration.blocks import BlockSet
 from kvbridge.calibration.config import CalibrationConfig, identity, require_same
+from kvbridge.calibration.draw import Draw
 from kvbridge.calibration.products import MomentBlock, plain_blocks
 from kvbridge.calibration.rows import layer_counts, read_states, residual_layers, variables_of, widths_of
 from kvbridge.calibration.shards import finished_shards, merge_shards, parse_shard, shard_path
@@ -39,13 +41,17 @@ class _LiveStates:
 
 
 def _collect(
-    pair: Pair, config: CalibrationConfig, blocks: frozenset[MomentBlock], path: Path, shard: int, shards: int
+    pair: Pair,
+    config: CalibrationConfig,
+    blocks: frozenset[MomentBlock],
+    whole: dict[str, Any],
+    path: Path,
+    shard: int,
+    shards: int,
 ) -> CalibrationMoments:
-    """Collect one shard into the file `path`."""
+    """Collect one shard into the file `path`, of the calibration whose identity is `whole`."""
     corpus = config.open("calibration")
-    drawn = draw_blocks(
-        corpus, pair.tokenizer, tokens=config.tokens, block=config.block, held_out=config.held_out, seed=config.seed
-    )
+    drawn = Draw.of(whole).blocks(corpus, pair.tokenizer)
     batches = batches_of(drawn, config.batch, shard, shards)
     geometries = pair.geometry("source"), pair.geometry("target")
     layers, variables = layer_counts(*geometries), variables_of(blocks)
@@ -66,7 +72,8 @@ def calibrate(
 
     A killed run goes on where its last checkpoint was and ends with the same bits. Under `accelerate launch` every
     process collects its share and the first one merges. With `config.stage` each model is read alone and its states
-    are left on disk until they are summed; a `PairLoader` then never has both models in memory.
+    are left on disk until they are summed; a `PairLoader` then never has both models in memory. With `config.add` the
+    sums of finished moments are added at the end, which need no text to be read twice.
 
     Args:
         pair: source and target; a `PairLoader` only where states are staged.
@@ -79,40 +86,40 @@ def calibrate(
 
     Raises:
         UsageError, CorpusError: settings or text that cannot work, or another process collects the same file.
-        CalibrationError: `out` holds moments of other settings.
+        CalibrationError: `out` holds moments of other settings, or those to be added are of another pair, text or
+            mapper.
     """
     require_length(pair, config.block, "calibration.block")
     blocks = plain_blocks(blocks, layer_counts(pair.geometry("source"), pair.geometry("target")))
+    own = identity(pair, config.open("calibration"), config, blocks)
+    added = added_moments(config, own)
+    whole = identity_with(own, added)
     final = out / MOMENTS
     if final.exists():
-        return _reused(final, pair, config, blocks)
+        return _reused(final, whole)
     state = process_state()
     shard, shards = parse_shard(config.shard, state.process_index, state.num_processes)
     finished = finished_shards(out) if config.shard is None and shards == 1 else 0
     # No process may merge, and so delete shards, before all have looked.
     state.wait_for_everyone()
     if not finished:
-        path = final if shards == 1 else shard_path(out, shard, shards)
+        path = final if shards == 1 and added is None else shard_path(out, shard, shards)
         if path.exists():
-            _reused(path, pair, config, blocks)
+            _reused(path, own)
         else:
             with alone(path, main=True):
-                moments = _collect(pair, config, blocks, path, shard, shards)
-            if shards == 1:
+                moments = _collect(pair, config, blocks, whole, path, shard, shards)
+            if path == final:
                 return moments
         if config.shard is not None:
             return None
         state.wait_for_everyone()
     if not state.is_main_process:
         return None
-    return merge_shards(out, _identity(pair, config, blocks), finished or shards, final)
+    return merge_shards(out, own, finished or shards, final, added)
 
 
-def _identity(pair: Pair, config: CalibrationConfig, blocks: frozenset[MomentBlock]) -> dict[str, Any]:
-    return identity(pair, config.open("calibration"), config, blocks)
-
-
-def _reused(path: Path, pair: Pair, config: CalibrationConfig, blocks: frozenset[MomentBlock]) -> CalibrationMoments:
+def _reused(path: Path, wanted: dict[str, Any]) -> CalibrationMoments:
     moments = CalibrationMoments.load(path)
-    require_same(moments.info["identity"], _identity(pair, config, blocks), path)
+    require_same(moments.info["identity"], wanted, path)
     return moments

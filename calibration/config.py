@@ -29,6 +29,7 @@ class CalibrationConfig(CorpusConfig):
         block: tokens per block; one block per document before any gives a second.
         held_out: size of the held-out split as a share of the fit split.
         seed: of the order of documents.
+        skip: documents at the beginning of that order which are left out, such as those of an earlier calibration.
         batch: blocks per forward pass.
         precision: of the products within one batch (`float64`, `float32`, or `bfloat16`, which rounds their factors and
             sums in fp32: faster on some CPUs with bf16 products); sums over batches are always fp64.
@@ -42,6 +43,8 @@ class CalibrationConfig(CorpusConfig):
             where they take more. No limit by default.
         sketch: how many leading principal directions of each source layer, keys and values together, stand for it in
             the products; none by default. It needs staged states.
+        add: folder of finished moments of other documents of the same text, whose sums are added at the end; none of
+            their documents is drawn again.
         shard: `i/n` collects the i-th of n parts only; without it complete shards are merged, or all is collected.
     """
 
@@ -49,6 +52,7 @@ class CalibrationConfig(CorpusConfig):
     block: int = 512
     held_out: float = 0.1
     seed: int = 0
+    skip: int = 0
     batch: int = 1
     precision: str = "float32"
     checkpoint_seconds: float = 120.0
@@ -57,6 +61,7 @@ class CalibrationConfig(CorpusConfig):
     keep_staged: bool = False
     memory_gb: float | None = None
     sketch: int | None = None
+    add: str | None = None
     shard: str | None = None
 
     def __post_init__(self) -> None:
@@ -64,8 +69,9 @@ class CalibrationConfig(CorpusConfig):
             raise UsageError(f"calibration.precision={self.precision}: expected one of {', '.join(PRECISIONS)}.")
         if self.pairing not in PAIRINGS:
             raise UsageError(f"calibration.pairing={self.pairing}: expected one of {', '.join(PAIRINGS)}.")
-        if self.seed < 0:
-            raise UsageError(f"calibration.seed={self.seed}: expected 0 or more.")
+        for option in ("seed", "skip"):
+            if getattr(self, option) < 0:
+                raise UsageError(f"calibration.{option}={getattr(self, option)}: expected 0 or more.")
         if self.memory_gb is not None and not (self.stage and self.memory_gb > 0):
             raise UsageError(
                 f"calibration.memory_gb={self.memory_gb:g}: expected more than 0, and states that are staged; add "
@@ -76,6 +82,10 @@ class CalibrationConfig(CorpusConfig):
                 f"calibration.sketch={self.sketch}: expected 1 or more, and all states staged in one place; add "
                 "calibration.stage=true and leave out calibration.shard."
             )
+        if self.add is not None and self.sketch is not None:
+            raise UsageError(
+                "calibration.add and calibration.sketch: products with a sketch cannot be added to others."
+            )
         if self.keep_staged and not self.stage:
             raise UsageError("calibration.keep_staged=true keeps staged states; add calibration.stage=true.")
         if self.batch < 1:
@@ -83,12 +93,15 @@ class CalibrationConfig(CorpusConfig):
 
 
 def identity(pair: Pair, corpus: Corpus, config: CalibrationConfig, blocks: Iterable[MomentBlock]) -> dict[str, Any]:
-    """All that decides the moments' values; two runs may share moments if these are equal."""
-    sketch = {} if config.sketch is None else {"calibration.sketch": config.sketch}
+    """All that decides the values of moments, without those that they are added to.
+
+    Two runs may share moments if these are equal.
+    """
+    optional = {"calibration.sketch": config.sketch, "calibration.skip": config.skip or None}
     gathered = plain_blocks(blocks, layer_counts(pair.geometry("source"), pair.geometry("target")))
-    if sketch:
+    if config.sketch is not None:
         gathered = sketched(gathered)
-    return sketch | {
+    return {key: value for key, value in optional.items() if value is not None} | {
         **{f"pair.{part}": value for part, value in pair_identity(pair).items()},
         "pair.dtype": f"{pair.dtype('source')}/{pair.dtype('target')}",
         "calibration.corpus": corpus.fingerprint,
@@ -114,8 +127,9 @@ def require_same(stored: dict[str, Any], wanted: dict[str, Any], path: Path) -> 
     Raises:
         CalibrationError: naming the first setting that differs.
     """
-    for key, value in wanted.items():
-        enough = key == "moment blocks" and not missing_products(_pairs(value), _pairs(stored.get(key, ())), {})
+    for key in (*wanted, *(stored.keys() - wanted.keys())):
+        value = wanted.get(key)
+        enough = key == "moment blocks" and not missing_products(_pairs(value or ()), _pairs(stored.get(key, ())), {})
         if stored.get(key) != value and not enough:
             raise CalibrationError(
                 f"{path} was collected with {key} = {stored.get(key)} and cannot be resumed with {value}; "

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from kvbridge.calibration.added import identity_with
 from kvbridge.calibration.archive import CalibrationMoments
 from kvbridge.calibration.config import require_same
 from kvbridge.errors import CalibrationError, UsageError
@@ -30,8 +31,17 @@ def shard_path(out: Path, shard: int, shards: int) -> Path:
     return out / f"moments-{shard:05d}-of-{shards:05d}.safetensors"
 
 
-def merge_shards(out: Path, wanted: dict[str, Any], shards: int, final: Path) -> CalibrationMoments:
+def merge_shards(
+    out: Path, wanted: dict[str, Any], shards: int, final: Path, added: CalibrationMoments | None = None
+) -> CalibrationMoments:
     """Merge the finished shards of one calibration, in order, into the file `final`; the shards go away.
+
+    Args:
+        out: folder of the shards.
+        wanted: identity of each.
+        shards: how many there are.
+        final: file of all.
+        added: moments of other documents, which are merged too.
 
     Raises:
         CalibrationError: one is missing or was collected with other settings.
@@ -48,6 +58,11 @@ def merge_shards(out: Path, wanted: dict[str, Any], shards: int, final: Path) ->
         merged.merge(other)
         for key, combine in (("seconds", max), ("peak_memory_bytes", max), ("tokens_per_second", lambda a, b: a + b)):
             merged.info[key] = combine(merged.info[key], other.info[key])
+    if added is not None:
+        merged.merge(added)
+        merged.info["identity"] = identity_with(wanted, added)
+        for key in ("seconds", "documents"):
+            merged.info[key] += added.info[key]
     merged.save(final)
     for path in paths:
         path.unlink()

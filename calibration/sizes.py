@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from kvbridge.calibration.moments import ROWS_PER_PRODUCT
+from kvbridge.calibration.moments import rows_per_product
 from kvbridge.calibration.passes import SUM_BYTES, plan_passes
 from kvbridge.calibration.products import KNOWN, SKETCH, Extent, MomentBlock, joint_blocks
 from kvbridge.calibration.rows import residual_layers
@@ -153,7 +153,8 @@ def calibration_sizes(source: ModelShape, target: ModelShape, settings: SizeSett
     sets = 2 if settings.held_out else 1
     total = round(settings.tokens * (1 + settings.held_out))
     prefill = target.cost().prefill(settings.prompt)
-    held = ROWS_PER_PRODUCT * (p + max(q // passes, 1)) * (SINGLE + DOUBLE)
+    width = p + max(q // passes, 1)
+    held = rows_per_product(width) * width * (SINGLE + DOUBLE)
     sketch = 3 * source.layers * source.kv_width**2 * DOUBLE * sets
     peaks = {
         "stage source": source.parameters * HALF + settings.block * source_token * (1 + SINGLE // HALF),

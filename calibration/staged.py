@@ -17,7 +17,7 @@ from kvbridge.calibration.archive import CalibrationMoments, side_by_side
 from kvbridge.calibration.blocks import SPLITS, BlockSet
 from kvbridge.calibration.config import CalibrationConfig, identity, require_same
 from kvbridge.calibration.corpus import Corpus
-from kvbridge.calibration.moments import ROWS_PER_PRODUCT
+from kvbridge.calibration.moments import rows_per_product
 from kvbridge.calibration.passes import pass_variables, plan_passes
 from kvbridge.calibration.products import SKETCH, MomentBlock, joint_blocks
 from kvbridge.calibration.rows import layer_counts, residual_layers, variables_of, widths_of
@@ -92,10 +92,10 @@ def staging_folder(config: CalibrationConfig, path: Path) -> Path:
     return path.parent / name if config.stage is True else Path(str(config.stage)).expanduser() / (shard and name)
 
 
-def sets_summed(drawn: BlockSet, batches: list[list[int]]) -> int:
-    """How many sets of moments need memory for their sums; few first positions stay rows."""
+def sets_summed(drawn: BlockSet, batches: list[list[int]], width: int) -> int:
+    """How many sets of moments of so wide rows need memory for their sums; few first positions stay rows."""
     counts = [sum(len(batch) for batch in batches if drawn.split[batch[0]] == split) for split in range(len(SPLITS))]
-    return sum((count > 0) + (count * FIRST_POSITIONS >= ROWS_PER_PRODUCT) for count in counts)
+    return sum((count > 0) + (count * FIRST_POSITIONS >= rows_per_product(width)) for count in counts)
 
 
 def find_sketch(
@@ -150,7 +150,7 @@ def collect_staged(
     layers, variables = layer_counts(*geometries), variables_of(summed)
     widths = widths_of(variables, *geometries, config.sketch)
     memory = None if config.memory_gb is None else config.memory_gb * 1e9
-    passes = plan_passes(summed, widths, layers, sets_summed(drawn, batches), memory)
+    passes = plan_passes(summed, widths, layers, sets_summed(drawn, batches, sum(widths.values())), memory)
     states = StagedPair.under(staging_folder(config, path), drawn, config.pairing)
     states.stage(
         pair, [number for batch in batches for number in batch], residual_layers(variables, layers), config.batch

@@ -9,6 +9,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 
+from kvbridge.calibration.added import added_moments, identity_with
 from kvbridge.calibration.archive import MOMENTS, CalibrationMoments
 from kvbridge.calibration.collect import calibrate
 from kvbridge.calibration.config import CalibrationConfig, identity, require_same
@@ -37,7 +38,8 @@ def moments_folder(pair: Pair, config: CalibrationConfig, blocks: frozenset[Mome
     Raises:
         CorpusError: there is no text to calibrate on.
     """
-    wanted = identity(pair, config.open("calibration"), config, blocks)
+    own = identity(pair, config.open("calibration"), config, blocks)
+    wanted = identity_with(own, added_moments(config, own))
     folder = store / digest(wanted)
     if (folder / MOMENTS).is_file():
         return folder

@@ -10,11 +10,15 @@ The table of docs/real_pair.md comes from it; a killed run goes on where it was,
 
 Each map is scored with everything between sinks and tail mapped, with the cache of another document instead, and with
 as many attended tokens read natively as `--budget` buys.
+
+Several processes share the documents with `--part 0/2` and `--part 1/2`; the run without it then makes the
+table of what they left.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +30,8 @@ from kvbridge.calibration import CorpusConfig
 from kvbridge.calibration.moments import rounded_factors
 from kvbridge.eval import EvalConfig, evaluate
 from kvbridge.eval.arms import Arm, mapped_arm, other_document_arm
-from kvbridge.eval.documents import take_documents
+from kvbridge.eval.documents import Document, take_documents
+from kvbridge.eval.partial import PartialResults
 from kvbridge.eval.results import summarise_arms
 from kvbridge.flops import ModelCost, handoff_flops, prefill_share
 from kvbridge.kernels import FormMap
@@ -86,6 +91,17 @@ def table(summary: dict[str, Any], costs: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def gather(out: Path, documents: list[Document], identity: dict[str, Any]) -> Path:
+    """The file of all documents, begun with what parts have left."""
+    whole = PartialResults(out / "documents.jsonl", identity)
+    if not whole.path.exists():
+        parts = sorted(out.glob("documents-*-of-*.jsonl"))
+        found = {record["id"]: record for part in parts for record in PartialResults(part, identity).load()}
+        for document in itertools.takewhile(lambda document: document.name in found, documents):
+            whole.append(found[document.name])
+    return whole.path
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("source", "corpus", "out"):
@@ -101,6 +117,7 @@ def parse() -> argparse.Namespace:
         "--rollout", type=int, default=32, help="greedy tokens of the target that arms are forced through"
     )
     parser.add_argument("--budget", type=float, default=0.25, help="share of prefill FLOPs for attended tokens and all")
+    parser.add_argument("--part", help="i/n: score every n-th document from the i-th on, and make no table yet")
     return parser.parse_args()
 
 
@@ -126,7 +143,13 @@ def main() -> None:
         "plans": {row: [name, plan.to_dict()] for row, (name, plan) in rows.items()},
     }
     identity |= {name: bridge.fingerprint() for name, bridge in bridges.items()}
-    records = evaluate(pair, arms, documents, config, partial=out / "documents.jsonl", identity=identity)
+    if options.part:
+        at, parts = map(int, options.part.split("/"))
+        partial = out / f"documents-{at}-of-{parts}.jsonl"
+        evaluate(pair, arms, documents[at::parts], config, partial=partial, identity=identity)
+        return
+    partial = gather(out, documents, identity)
+    records = evaluate(pair, arms, documents, config, partial=partial, identity=identity)
     summary, cost, costs = summarise_arms(records, config), ModelCost.of(pair.target), {}
     for row, (name, plan) in rows.items():
         parts = handoff_flops(cost, plan, options.prompt, maps[name])

@@ -19,8 +19,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from kvbridge import Bridge, HandoffPlan, load_pair
-from kvbridge.calibration import MOMENTS, CalibrationMoments
-from kvbridge.mappers.residual import calibration_of, prepare_training, training_text
+from kvbridge.calibration import MOMENTS, CalibrationMoments, CorpusConfig
+from kvbridge.mappers.residual import prepare_training, training_text
 from kvbridge.mappers.residual_config import ResidualConfig
 
 
@@ -46,7 +46,7 @@ def main() -> None:
     bridge = Bridge.from_pretrained(options.bridge, pair=pair)
     moments = CalibrationMoments.load(Path(options.moments) / MOMENTS)
     moments.require_pair(pair)
-    text = training_text(calibration_of(moments, options.corpus), settings, pair.tokenizer)
+    text = training_text(moments, CorpusConfig(options.corpus), settings, pair.tokenizer)
     name = options.map or next(iter(bridge.maps))
     fitted, out = bridge.map(name), Path(options.out)
     trainer = prepare_training(pair, fitted.forms, moments, text, settings, out, HandoffPlan(sinks=options.sinks))

@@ -28,7 +28,7 @@ from kvbridge.eval.results import summarise_arms
 from kvbridge.flops import ModelCost, handoff_flops
 from kvbridge.forms import Form
 from kvbridge.kernels import FormMap
-from kvbridge.mappers.residual import calibration_of, prepare_training, training_text
+from kvbridge.mappers.residual import prepare_training, training_text
 from kvbridge.mappers.residual_config import KINDS_OF_BRANCH, LOSSES, ResidualConfig
 
 FROZEN, COLOURS = "frozen map", {"mse": "#7d8590", "attention": "#d98a1f", "kl": "#2f81f7"}
@@ -52,14 +52,14 @@ def branches(
 ) -> dict[str, tuple[ResidualConfig, Form, list[dict[str, Any]]]]:
     """Every variant's settings, trained branch and curve."""
     moments = CalibrationMoments.load(Path(options.moments) / MOMENTS)
-    calibration = calibration_of(moments, options.calibration)
+    corpus = CorpusConfig(options.calibration)
     base = ResidualConfig(
         kind="gelu", steps=options.steps, batch=4, accumulate=1, documents=options.documents,
         learning_rate=options.learning_rate, patience=options.steps,
     )  # fmt: skip
     found = {}
     for name, config in variants(base, options.ranks, options.compared):
-        text = training_text(calibration, config, pair.tokenizer)
+        text = training_text(moments, corpus, config, pair.tokenizer)
         trainer = prepare_training(pair, forms, moments, text, config, Path(options.out) / "training", plan)
         kl = trainer.run()
         found[name] = config, trainer.mapping.branch(), trainer.checkpoint.progress.curve

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvbridge.calibration import CalibrationMoments, Moments
-from kvbridge.calibration.moments import PARTS
+from kvbridge.calibration.moments import PARTS, rows_per_product
 from kvbridge.calibration.tensorfile import TensorFile
 from kvbridge.errors import CalibrationError
 
@@ -373,6 +373,10 @@ def test_rows_that_are_held_count_as_those_that_were_added(enough: int, monkeypa
     moments.settle()
     assert (moments.rows, moments.held_rows) == (23, 0)
     assert_equal(moments, reference(rows), 1e-10)
+
+
+def test_fewer_of_wider_rows_wait_for_one_product() -> None:
+    assert [rows_per_product(width) for width in (10, 22_000, 60_000, 10**6)] == [8192, 8192, 4166, 2048]
 
 
 def test_held_rows_do_not_keep_alive_what_they_were_cut_from() -> None:

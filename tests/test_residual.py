@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvbridge.calibration import CalibrationMoments
+from kvbridge.calibration import CalibrationMoments, CorpusConfig
 from kvbridge.errors import CalibrationError, CorpusError, UsageError
 from kvbridge.kernels import FormMap
 from kvbridge.mappers import Ridge
-from kvbridge.mappers.residual import calibration_of, training_plan, training_text
+from kvbridge.mappers.residual import training_plan, training_text
 from kvbridge.mappers.residual.mapping import branch_inputs, branch_outputs
 from kvbridge.mappers.residual.schedule import Schedule, rate
 from kvbridge.mappers.residual.units import units_of
@@ -80,19 +80,19 @@ def test_a_map_of_slots_has_a_branch_that_reads_all_slots(fitted: Fitted) -> Non
 
 def test_fresh_text_is_what_the_moments_have_not_seen(fitted: Fitted) -> None:
     tokenizer = fitted.pair.tokenizer
-    fresh = training_text(fitted.calibration, CONFIG, tokenizer)
-    seen = training_text(fitted.calibration, replace(CONFIG, fresh=False, documents=100), tokenizer)
+    fresh = training_text(fitted.moments, fitted.calibration, CONFIG, tokenizer)
+    seen = training_text(fitted.moments, fitted.calibration, replace(CONFIG, fresh=False, documents=100), tokenizer)
     rows = {name: {tuple(row.tolist()) for row in part} for name, part in
             (("fresh", fresh.training), ("dev", fresh.dev), ("seen", seen.training))}  # fmt: skip
     assert torch.equal(fresh.dev, seen.dev)
     assert {name: len(part) for name, part in rows.items()} == {"fresh": 6, "dev": 2, "seen": 32}
     assert not rows["fresh"] & rows["dev"]
     assert not (rows["fresh"] | rows["dev"]) & rows["seen"]
-    longer = training_text(fitted.calibration, replace(CONFIG, block=100), tokenizer)
+    longer = training_text(fitted.moments, fitted.calibration, replace(CONFIG, block=100), tokenizer)
     assert longer.training.shape == (6, 100)
     assert torch.equal(longer.training[:, :64], fresh.training)
     with pytest.raises(CorpusError, match=r"has 24 documents of 64 tokens .* fewer mapper\.residual\.documents"):
-        training_text(fitted.calibration, replace(CONFIG, documents=40), tokenizer)
+        training_text(fitted.moments, fitted.calibration, replace(CONFIG, documents=40), tokenizer)
 
 
 def test_every_document_comes_once_before_any_comes_again() -> None:
@@ -128,8 +128,7 @@ def test_settings_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
         ResidualConfig(**wrong)
 
 
-def test_moments_say_which_documents_they_have_seen(fitted: Fitted, tmp_path: Path) -> None:
-    assert calibration_of(fitted.moments, fitted.calibration.corpus) == fitted.calibration
-    other = str(write_corpus(tmp_path / "other.jsonl", seed=1))
+def test_another_text_than_that_of_the_moments_is_refused(fitted: Fitted, tmp_path: Path) -> None:
+    other = CorpusConfig(str(write_corpus(tmp_path / "other.jsonl", seed=1)))
     with pytest.raises(CalibrationError, match="give the same text"):
-        calibration_of(fitted.moments, other)
+        training_text(fitted.moments, other, CONFIG, fitted.pair.tokenizer)

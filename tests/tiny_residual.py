@@ -61,7 +61,7 @@ def fit_tiny(folder: Path) -> Fitted:
     assert moments is not None
     forms = mapper.fit(moments, pair.source.geometry, pair.target.geometry).forms
     store = ReadingStore(pair, folder / "readings", (0,), 12, 4)
-    documents = training_text(calibration, CONFIG, pair.tokenizer).training[:2]
+    documents = training_text(moments, calibration, CONFIG, pair.tokenizer).training[:2]
     store.prepare(documents)
     return Fitted(pair, calibration, moments, forms, store, documents)
 
@@ -76,5 +76,5 @@ def disturbed(mapping: AdaptedMap, size: float = 0.1) -> AdaptedMap:
 
 def trainer(fitted: Fitted, folder: Path, **changed: Any) -> Trainer:
     config = replace(CONFIG, **changed)
-    text = training_text(fitted.calibration, config, fitted.pair.tokenizer)
+    text = training_text(fitted.moments, fitted.calibration, config, fitted.pair.tokenizer)
     return prepare_training(fitted.pair, fitted.forms, fitted.moments, text, config, folder, PLAN)

@@ -1,6 +1,6 @@
 """Residual branches on frozen maps, and their training."""
 
-from kvbridge.mappers.residual.documents import calibration_of, training_text
+from kvbridge.mappers.residual.documents import training_text
 from kvbridge.mappers.residual.training import prepare_training, train_residual, training_plan
 
-__all__ = ["calibration_of", "prepare_training", "train_residual", "training_plan", "training_text"]
+__all__ = ["prepare_training", "train_residual", "training_plan", "training_text"]

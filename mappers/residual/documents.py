@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,8 +10,9 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from kvbridge.calibration import CalibrationConfig, CalibrationMoments
-from kvbridge.calibration.blocks import SPLITS, draw_blocks, first_blocks
+from kvbridge.calibration import CalibrationMoments, Corpus, CorpusConfig
+from kvbridge.calibration.blocks import SPLITS, first_blocks
+from kvbridge.calibration.draw import Draw
 from kvbridge.errors import CalibrationError, CorpusError
 from kvbridge.mappers.residual_config import ResidualConfig
 
@@ -30,62 +30,54 @@ class TrainingText:
     dev: Int[Tensor, "M T"]
 
 
-def calibration_of(moments: CalibrationMoments, corpus: str, **more: Any) -> CalibrationConfig:
-    """The settings that decide which documents moments were collected from.
-
-    Args:
-        moments: whose documents count as seen.
-        corpus: the text that they were drawn from.
-        more: other settings of how the text is read.
+def _same_text(moments: CalibrationMoments, corpus: CorpusConfig) -> Corpus:
+    """The text that moments were collected from.
 
     Raises:
-        CalibrationError: the moments were collected from another text.
+        CalibrationError: another text is given.
     """
     known = moments.info["identity"]
-    decided = {name: known[f"calibration.{name}"] for name in ("tokens", "block", "held_out", "seed", "text_field")}
-    config = CalibrationConfig(corpus=corpus, **decided, **more)
-    found = config.open("calibration").fingerprint
-    if found != known["calibration.corpus"]:
+    opened = replace(corpus, text_field=known["calibration.text_field"]).open("calibration")
+    if opened.fingerprint != known["calibration.corpus"]:
         raise CalibrationError(
-            f"the moments were collected from a corpus with fingerprint {known['calibration.corpus']}, and {corpus} "
-            f"has {found}; give the same text, so that what they have not seen is known."
+            f"the moments were collected from a corpus with fingerprint {known['calibration.corpus']}, and "
+            f"{opened.name} has {opened.fingerprint}; give the same text, so that what they have not seen is known."
         )
-    return config
+    return opened
 
 
 def training_text(
-    calibration: CalibrationConfig, config: ResidualConfig, tokenizer: PreTrainedTokenizerBase
+    moments: CalibrationMoments, corpus: CorpusConfig, config: ResidualConfig, tokenizer: PreTrainedTokenizerBase
 ) -> TrainingText:
     """Draw the text of one training, in the seeded order of the calibration's own documents.
 
     Args:
-        calibration: settings of the map's moments, whose documents count as seen.
+        moments: of the map, whose documents count as seen.
+        corpus: the text that they were drawn from.
         config: how many documents are wanted; with `fresh=false` those of training are the moments' own.
         tokenizer: the pair's.
 
     Raises:
+        CalibrationError: the moments were collected from another text.
         CorpusError: the corpus has too few documents.
     """
-    corpus, block = calibration.open("calibration"), config.block or calibration.block
-    drawn = draw_blocks(
-        corpus, tokenizer, tokens=calibration.tokens, block=calibration.block, held_out=calibration.held_out,
-        seed=calibration.seed,
-    )  # fmt: skip
+    text, draw = _same_text(moments, corpus), Draw.of(moments.info["identity"])
+    block = config.block or draw.block
     # A document is known by how it begins, whatever the length of its blocks.
-    common = min(block, calibration.block)
-    split = {row[:common].tobytes(): part for row, part in zip(drawn.tokens, drawn.split, strict=True)}
+    common = min(block, draw.shortest)
+    split = draw.splits(text, tokenizer, common)
     fresh: list[list[int]] = []
     seen: list[list[int]] = []
     wanted = config.dev_documents + (config.documents if config.fresh else 0), 0 if config.fresh else config.documents
-    for ids in first_blocks(corpus, tokenizer, block, calibration.seed):
-        part = split.get(np.asarray(ids[:common], dtype=drawn.tokens.dtype).tobytes())
+    for ids in first_blocks(text, tokenizer, block, draw.seed):
+        part = split.get(np.asarray(ids[:common], dtype=np.int32).tobytes())
         if part is None and len(fresh) < wanted[0]:
             fresh.append(ids)
         elif part == SPLITS.index("fit") and len(seen) < wanted[1]:
             seen.append(ids)
     if len(fresh) < wanted[0] or (wanted[1] and not seen):
         raise CorpusError(
-            f"corpus {corpus.name} has {len(fresh)} documents of {block} tokens that the moments have not seen, and "
+            f"corpus {text.name} has {len(fresh)} documents of {block} tokens that the moments have not seen, and "
             f"mapper.residual takes {wanted[0]}; give more text, fewer mapper.residual.documents or "
             "calibration.tokens, or a shorter mapper.residual.block."
         )

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from kvbridge.branch import ResidualBranch
-from kvbridge.calibration import CalibrationConfig, CalibrationMoments
+from kvbridge.calibration import CalibrationMoments, CorpusConfig
 from kvbridge.fingerprint import digest
 from kvbridge.forms import Form, needed_native_head
 from kvbridge.kernels import FormMap
@@ -98,7 +98,7 @@ def train_residual(
     pair: ModelPair,
     forms: tuple[Form, ...],
     moments: CalibrationMoments,
-    calibration: CalibrationConfig,
+    corpus: CorpusConfig,
     config: ResidualConfig,
     folder: Path,
     plan: HandoffPlan | None = None,
@@ -109,7 +109,7 @@ def train_residual(
         pair: source and target.
         forms: of the fitted map, which stays as it is.
         moments: that it was fitted on.
-        calibration: settings of these moments, which say what text is fresh.
+        corpus: the text of these moments, of which what they have not seen is fresh.
         config: kind, rank and training of the branch.
         folder: for readings, checkpoints and curves.
         plan: of the hand-offs that are trained on; by default the plain one, with the native head that the map reads.
@@ -123,7 +123,7 @@ def train_residual(
     """
     if not config.wanted:
         return None
-    text = training_text(calibration, config, pair.tokenizer)
+    text = training_text(moments, corpus, config, pair.tokenizer)
     trainer = prepare_training(pair, forms, moments, text, config, folder, plan or HandoffPlan())
     trainer.run()
     return trainer.mapping.branch()
