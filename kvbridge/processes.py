@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list, reduce
 from filelock import FileLock, Timeout
+from torch import Tensor
 
 from kvbridge.errors import UsageError
 from kvbridge.fingerprint import digest
@@ -26,6 +29,21 @@ def process_state() -> PartialState:
     several processes on a CPU for one.
     """
     return PartialState(cpu=not torch.accelerator.is_available(), timeout=BARRIER_TIMEOUT)
+
+
+def summed(tensor: Tensor) -> Tensor:
+    """A tensor on this process's device, summed over all processes."""
+    if process_state().num_processes == 1:
+        return tensor
+    total: Any = reduce(tensor, "sum")
+    return total
+
+
+def agreed(text: str) -> str:
+    """The main process's text, on all of them."""
+    process_state()
+    (given,) = broadcast_object_list([text])
+    return given
 
 
 @contextmanager

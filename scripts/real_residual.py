@@ -3,7 +3,8 @@
 
 For pairs whose training takes hours: every stage resumes after a kill, and `OUT/*/curve.json` shows how it goes. One
 step reads `accumulate` documents once, with `suffixes` hand-offs in each; prompts are never read again after the first
-look at a document, since states, caches and the native output lie in `OUT/readings`.
+look at a document, since states, caches and the native output lie in `OUT/readings`. Processes that `accelerate launch`
+or `torchrun` starts share the documents to read, the batches of a step and the looks; the first one writes the bridge.
 
     python scripts/real_residual.py --source DIR --target DIR --bridge runs/joint/bridge \\
         --moments runs/joint/calibration --corpus FILE --out runs/joint_gelu kind=gelu rank=256 steps=600
@@ -22,6 +23,7 @@ from kvbridge import Bridge, HandoffPlan, load_pair
 from kvbridge.calibration import MOMENTS, CalibrationMoments, CorpusConfig
 from kvbridge.mappers.residual import prepare_training, training_text
 from kvbridge.mappers.residual_config import ResidualConfig
+from kvbridge.processes import process_state
 
 
 def parse() -> argparse.Namespace:
@@ -51,6 +53,8 @@ def main() -> None:
     fitted, out = bridge.map(name), Path(options.out)
     trainer = prepare_training(pair, fitted.forms, moments, text, settings, out, HandoffPlan(sinks=options.sinks))
     kl = trainer.run()
+    if not process_state().is_main_process:
+        return
     progress = trainer.checkpoint.progress
     steps = max(1, sum(stage.steps for stage in trainer.stages))
     print(f"dev KL {progress.curve[0]['dev_kl']:.4f} → {kl:.4f}; {progress.seconds / steps:.1f} s a step")

@@ -53,9 +53,11 @@ class Fitted:
 
 
 def fit_tiny(folder: Path) -> Fitted:
-    """Calibrate and fit in an empty folder."""
-    pair = tiny_pair()
-    calibration = CalibrationConfig(corpus=str(write_corpus(folder / "text.jsonl")), tokens=2048, block=64)
+    """Calibrate and fit in an empty folder, or fit again where it was done."""
+    pair, corpus = tiny_pair(), folder / "text.jsonl"
+    if not corpus.exists():
+        write_corpus(corpus)
+    calibration = CalibrationConfig(corpus=str(corpus), tokens=2048, block=64)
     mapper = Joint()
     moments = calibrate(pair, calibration, mapper.blocks(), folder)
     assert moments is not None

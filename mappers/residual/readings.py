@@ -26,6 +26,7 @@ from kvbridge.errors import UnsupportedModelError
 from kvbridge.fingerprint import digest
 from kvbridge.model import KVModel
 from kvbridge.pair import ModelPair
+from kvbridge.processes import process_state
 from kvbridge.states import ContentStates
 
 RESIDUAL = "residual."
@@ -108,14 +109,23 @@ class ReadingStore:
         return self.folder / described / f"{hashlib.sha256(tokens.numpy().tobytes()).hexdigest()[:32]}.safetensors"
 
     def prepare(self, documents: Int[Tensor, "N T"]) -> None:
-        """Read what is not on disk yet, one document at a time; a killed run goes on where it was."""
-        missing = [row for row in documents if not self.place(row).exists()]
+        """Read what is not on disk yet, one document at a time; a killed run goes on where it was.
+
+        Every process reads a share, and all wait until nothing is missing; they see one file system.
+        """
+        state = process_state()
+        share = documents[state.process_index :: state.num_processes]
+        missing = [row for row in share if not self.place(row).exists()]
         if missing:
             require_linear_head(self.pair.target, missing[0][None, :16].to(self.pair.target.device))
-        with tqdm(total=len(documents), initial=len(documents) - len(missing), unit="doc", desc="read residual") as bar:
+        with tqdm(
+            total=len(share), initial=len(share) - len(missing), unit="doc", desc="read residual",
+            disable=not state.is_main_process,
+        ) as bar:  # fmt: skip
             for row in missing:
                 write_tensors(self.place(row), self._read(row), {})
                 bar.update()
+        state.wait_for_everyone()
 
     def positions(self, tokens: Int[Tensor, "T"]) -> Int[Tensor, "Q"]:
         """The positions whose queries are kept: as many after the sinks as there are, in an order of the text's own."""

@@ -7,10 +7,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from accelerate.utils import reduce
 from jaxtyping import Int
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -23,7 +21,7 @@ from kvbridge.mappers.residual.readings import ReadingStore
 from kvbridge.mappers.residual.schedule import Schedule, rate
 from kvbridge.mappers.residual.suffixes import frozen
 from kvbridge.mappers.residual_config import ResidualConfig
-from kvbridge.processes import process_state
+from kvbridge.processes import process_state, summed
 
 CHECKPOINT = "checkpoint.safetensors"
 
@@ -40,12 +38,6 @@ def stages_of(config: ResidualConfig) -> list[Stage]:
     """The stages that the settings ask for."""
     first = [Stage("attention", config.attention_steps)] if config.attention_steps else []
     return [*first, Stage(config.loss, config.steps)]
-
-
-def _summed(tensor: Tensor) -> Tensor:
-    """A tensor summed over all processes."""
-    total: Any = reduce(tensor, "sum")
-    return total
 
 
 class Trainer:
@@ -92,6 +84,8 @@ class Trainer:
         best = {name: value.detach().clone() for name, value in module.named_parameters()}
         self.checkpoint = Checkpoint(folder / CHECKPOINT, module, self._optimizer(), best, Progress())
         self.checkpoint.resume()
+        # The main process replaces the file as soon as it goes on.
+        self.state.wait_for_everyone()
         self.saved = time.monotonic()
 
     def _optimizer(self) -> torch.optim.Optimizer:
@@ -108,7 +102,9 @@ class Trainer:
         """
         progress, total = self.checkpoint.progress, sum(stage.steps for stage in self.stages)
         self.folder.mkdir(parents=True, exist_ok=True)
-        with frozen(self.mapping.target), tqdm(total=total, initial=self._done(), unit="step", desc="residual") as bar:
+        hidden = not self.state.is_main_process
+        bar = tqdm(total=total, initial=self._done(), unit="step", desc="residual", disable=hidden)
+        with frozen(self.mapping.target), bar:
             if not progress.curve:
                 self._look(bar)
             while progress.stage < len(self.stages):
@@ -152,10 +148,10 @@ class Trainer:
             found = self._loss(loss, self.training[batch.documents], batch.starts) / len(batches)
             found.backward()
             summed += found.detach()
-        value = float(_summed(summed))
+        value = float(summed(summed))
         for parameter in module.parameters():
             # A process without a batch of its own adds nothing.
-            parameter.grad = _summed(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+            parameter.grad = summed(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
         self._require_finite(value)
         norm = torch.nn.utils.clip_grad_norm_(module.parameters(), self.config.clip)
         self._require_finite(float(norm))
@@ -177,13 +173,13 @@ class Trainer:
             )
 
     def dev_kl(self) -> float:
-        """Mean KL on the dev documents, at fixed hand-offs."""
-        starts, size, total = self.schedule.looks(), self.config.batch, torch.zeros((), dtype=torch.float64)
+        """Mean KL on the dev documents, at fixed hand-offs; every process looks at a share of them."""
+        starts, total = self.schedule.looks(), torch.zeros((), device=self.mapping.target.device)
+        shares = self.dev.split(self.config.batch)[self.state.process_index :: self.state.num_processes]
         with torch.no_grad():
-            for first in range(0, len(self.dev), size):
-                part = self.dev[first : first + size]
-                total += len(part) * self._loss(LOSSES["kl"], part, starts).double().cpu()
-        return float(total) / len(self.dev)
+            for part in shares:
+                total += len(part) * self._loss(LOSSES["kl"], part, starts)
+        return float(summed(total)) / len(self.dev)
 
     def _look(self, bar: tqdm) -> None:
         """Measure the dev KL, keep the best weights, and save everything."""

@@ -7,6 +7,8 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+
 from kvbridge.branch import ResidualBranch
 from kvbridge.calibration import CalibrationMoments, CorpusConfig
 from kvbridge.fingerprint import digest
@@ -21,7 +23,7 @@ from kvbridge.mappers.residual.units import units_of
 from kvbridge.mappers.residual_config import ResidualConfig
 from kvbridge.pair import ModelPair
 from kvbridge.plan import HandoffPlan
-from kvbridge.processes import process_state
+from kvbridge.processes import agreed
 
 
 def training_plan(forms: tuple[Form, ...], plan: HandoffPlan) -> HandoffPlan:
@@ -86,11 +88,9 @@ def prepare_training(
     module = ResidualModule(config.kind, config.rank, units, config.seed)
     mapping = AdaptedMap(target, plan, frozen_map, module, inputs, outputs)
     store = ReadingStore(pair, folder / "readings", streams_read(inputs), config.queries, plan.sinks)
-    state = process_state()
-    with state.main_process_first():
-        store.prepare(text.dev)
-        store.prepare(text.training)
-    place = folder / _identity(pair, forms, text, config, plan)
+    store.prepare(torch.cat((text.dev, text.training)))
+    # Maps that were solved on several devices may differ in their last bits.
+    place = folder / agreed(_identity(pair, forms, text, config, plan))
     return Trainer(mapping, store, text.training, text.dev, config, place)
 
 
