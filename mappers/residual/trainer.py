@@ -143,12 +143,12 @@ class Trainer:
         mine = batches[self.state.process_index :: self.state.num_processes]
         optimizer, module = self.checkpoint.optimizer, self.mapping.module
         optimizer.zero_grad(set_to_none=True)
-        summed = torch.zeros((), device=self.mapping.target.device)
+        lost = torch.zeros((), device=self.mapping.target.device)
         for batch in mine:
             found = self._loss(loss, self.training[batch.documents], batch.starts) / len(batches)
             found.backward()
-            summed += found.detach()
-        value = float(summed(summed))
+            lost += found.detach()
+        value = float(summed(lost))
         for parameter in module.parameters():
             # A process without a batch of its own adds nothing.
             parameter.grad = summed(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
