@@ -18,7 +18,7 @@ from kvbridge.errors import CalibrationError, TrainingError, UnsupportedModelErr
 from kvbridge.kernels import FormMap
 from kvbridge.mappers import Joint
 from kvbridge.mappers.residual import train_residual
-from kvbridge.mappers.residual.losses import LOSSES, attend, kl_loss
+from kvbridge.mappers.residual.losses import LOSSES, attend, kl_loss, mean_divergence
 from kvbridge.mappers.residual.mapping import AdaptedMap
 from kvbridge.mappers.residual.readings import ReadingStore, require_linear_head
 from kvbridge.mappers.residual.suffixes import carried_cache, frozen, read_suffixes
@@ -232,3 +232,20 @@ def test_kl_is_a_mean_over_documents(fitted: Fitted) -> None:
         both = float(kl_loss(mapping, fitted.readings(), [24, 40], 8))
         apart = [float(kl_loss(mapping, fitted.store.load([row]), [24, 40], 8)) for row in fitted.documents]
     assert both == pytest.approx(sum(apart) / 2, rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_divergence_of_many_rows_is_that_of_torch(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    native, given = (3 * torch.randn(2, 21, 50, generator=generator) for _ in range(2))
+    native[0, 0, 3] = -torch.inf
+    leaves = [given.to(dtype).requires_grad_() for _ in range(2)]
+    native = native.to(dtype)
+    found = mean_divergence(native, leaves[0])
+    logs = [logits.float().log_softmax(dim=-1).flatten(0, 1) for logits in (native, leaves[1])]
+    expected = torch.nn.functional.kl_div(logs[1], logs[0].exp(), reduction="batchmean")
+    torch.testing.assert_close(found, expected)
+    (3 * found).backward()
+    (3 * expected).backward()
+    close = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(leaves[0].grad, leaves[1].grad, rtol=close, atol=1e-6)
