@@ -117,6 +117,9 @@ def parse() -> argparse.Namespace:
         "--rollout", type=int, default=32, help="greedy tokens of the target that arms are forced through"
     )
     parser.add_argument("--budget", type=float, default=0.25, help="share of prefill FLOPs for attended tokens and all")
+    parser.add_argument(
+        "--without", action="append", default=[], help="leave out rows with this in their name; repeat it"
+    )
     parser.add_argument("--part", help="i/n: score every n-th document from the i-th on, and make no table yet")
     return parser.parse_args()
 
@@ -128,7 +131,8 @@ def main() -> None:
     folders = dict(given.split("=", 1) for given in options.map)
     bridges = {name: Bridge.from_pretrained(folder, pair=pair) for name, folder in folders.items()}
     maps = {name: FormMap.of(bridge) for name, bridge in bridges.items()}
-    rows = build_rows(pair, maps, options.prompt, options.tail, options.budget)
+    every = build_rows(pair, maps, options.prompt, options.tail, options.budget)
+    rows = {name: row for name, row in every.items() if not any(text in name for text in options.without)}
     corpus = CorpusConfig(options.corpus).open("eval")
     documents = take_documents(
         corpus, pair.tokenizer, documents=options.documents, tokens=options.tokens, prompt=options.prompt
