@@ -21,6 +21,8 @@ SHARED = """
 import json, os, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
+from kvbridge.mappers.residual.progress import Checkpoint
+from kvbridge.mappers.residual.readings import ReadingStore
 from kvbridge.mappers.residual.trainer import Trainer
 from kvbridge.processes import process_state
 from tiny_residual import fit_tiny, trainer
