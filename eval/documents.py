@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 from kvbridge.calibration.corpus import Corpus
 from kvbridge.errors import CorpusError, UsageError
-from kvbridge.eval.frame import Frame, bare, chat_frame
+from kvbridge.eval.frame import chat_frame
+from kvbridge.frame import Frame, bare
 from kvbridge.plan import HandoffPlan
 from kvbridge.tokens import encode
 

@@ -29,7 +29,7 @@ from kvbridge.flops import ModelCost, handoff_flops
 from kvbridge.forms import Form
 from kvbridge.kernels import FormMap
 from kvbridge.mappers.residual import prepare_training, training_text
-from kvbridge.mappers.residual_config import KINDS_OF_BRANCH, LOSSES, ResidualConfig
+from kvbridge.mappers.residual_config import KINDS_OF_BRANCH, ResidualConfig
 
 FROZEN, COLOURS = "frozen map", {"mse": "#7d8590", "attention": "#d98a1f", "kl": "#2f81f7"}
 DASHES = {"linear": ":", "quadratic": "--", "gelu": "-"}
@@ -38,32 +38,34 @@ DASHES = {"linear": ":", "quadratic": "--", "gelu": "-"}
 def variants(base: ResidualConfig, ranks: list[int], compared: int) -> Iterator[tuple[str, ResidualConfig]]:
     """Every kind, loss and rank; then, at one rank, other text, other inputs and a first stage."""
     for rank in ranks:
-        for loss in LOSSES:
+        for loss in COLOURS:
             for kind in KINDS_OF_BRANCH:
                 yield f"{kind}, rank {rank}, {loss}", replace(base, kind=kind, rank=rank, loss=loss)
     one = replace(base, kind="gelu", rank=compared)
     yield f"gelu, rank {compared}, kl, text of the moments", replace(one, fresh=False)
     yield f"gelu, rank {compared}, kl, inputs whitened along 512 directions", replace(one, directions=512)
     yield f"gelu, rank {compared}, attention, then kl", replace(one, attention_steps=base.steps // 2)
+    yield f"gelu, rank {compared}, kl, then on policy", replace(one, on_policy_steps=base.steps // 2)
+    yield f"gelu, rank {compared}, kl, then the map unfrozen", replace(one, unfreeze_steps=base.steps // 2)
 
 
 def branches(
     options: argparse.Namespace, pair: ModelPair, forms: tuple[Form, ...], plan: HandoffPlan
-) -> dict[str, tuple[ResidualConfig, Form, list[dict[str, Any]]]]:
-    """Every variant's settings, trained branch and curve."""
+) -> dict[str, tuple[tuple[Form, ...], list[dict[str, Any]]]]:
+    """Every variant's map with its branch, and its curve."""
     moments = CalibrationMoments.load(Path(options.moments) / MOMENTS)
     corpus = CorpusConfig(options.calibration)
     base = ResidualConfig(
         kind="gelu", steps=options.steps, batch=4, accumulate=1, documents=options.documents,
-        learning_rate=options.learning_rate, patience=options.steps,
+        learning_rate=options.learning_rate, patience=options.steps, keep_readings=True,
     )  # fmt: skip
     found = {}
     for name, config in variants(base, options.ranks, options.compared):
         text = training_text(moments, corpus, config, pair.tokenizer)
         trainer = prepare_training(pair, forms, moments, text, config, Path(options.out) / "training", plan)
         kl = trainer.run()
-        found[name] = config, trainer.mapping.branch(), trainer.checkpoint.progress.curve
-        print(f"{name}: KL {found[name][2][0]['dev_kl']:.4f} → {kl:.4f} on dev documents", flush=True)
+        found[name] = trainer.mapping.trained(), trainer.checkpoint.progress.curve
+        print(f"{name}: KL {found[name][1][0]['dev_kl']:.4f} → {kl:.4f} on dev documents", flush=True)
     return found
 
 
@@ -117,7 +119,7 @@ def main() -> None:
     bridge = Bridge.from_pretrained(options.bridge, pair=pair)
     forms = FormMap.of(bridge, options.map).forms
     trained = branches(options, pair, forms, plan)
-    maps = {FROZEN: FormMap(forms)} | {name: FormMap((*forms, branch)) for name, (_, branch, _) in trained.items()}
+    maps = {FROZEN: FormMap(forms)} | {name: FormMap(adapted) for name, (adapted, _) in trained.items()}
     corpus, config = CorpusConfig("embedded").open("eval"), EvalConfig(rollout=1, samples=0)
     documents = take_documents(
         corpus, pair.tokenizer, documents=options.scored, tokens=config.tokens, prompt=config.prompt
@@ -140,7 +142,7 @@ def main() -> None:
             else None
         )
         rows[name]["share"] = share
-    curves = {name: curve for name, (_, _, curve) in trained.items()}
+    curves = {name: curve for name, (_, curve) in trained.items()}
     (out / "table.json").write_text(json.dumps({"rows": rows, "curves": curves}, indent=1) + "\n")
     (out / "table.md").write_text(table(rows))
     with svg_figure("residual", 7.2, 4.2) as (_, (axes,), made):

@@ -95,6 +95,22 @@ def test_fresh_text_is_what_the_moments_have_not_seen(fitted: Fitted) -> None:
         training_text(fitted.moments, fitted.calibration, replace(CONFIG, documents=40), tokenizer)
 
 
+def test_a_chat_goes_around_the_text(fitted: Fitted, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, config = fitted.pair.tokenizer, replace(CONFIG, chat=True)
+    with pytest.raises(UsageError, match=r"chat=true: .* has no chat template; give mapper\.residual\.chat=false"):
+        training_text(fitted.moments, fitted.calibration, config, tokenizer)
+    raw = training_text(fitted.moments, fitted.calibration, CONFIG, tokenizer)
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}<answer>"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    framed = training_text(fitted.moments, fitted.calibration, config, tokenizer)
+    before, after = (tokenizer(text)["input_ids"] for text in ("<user>", "<end><answer>"))
+    room = 64 - len(before) - len(after)
+    for part, plain in ((framed.training, raw.training), (framed.dev, raw.dev)):
+        assert part.tolist() == [[*before, *row[:room].tolist(), *after] for row in plain]
+    with pytest.raises(UsageError, match=r"block=16: the chat template alone takes 19 tokens"):
+        training_text(fitted.moments, fitted.calibration, replace(config, block=16), tokenizer)
+
+
 def test_every_document_comes_once_before_any_comes_again() -> None:
     schedule = Schedule(CONFIG, 8, 64, 4)
     steps = [schedule.batches(0, step) for step in range(2)]
@@ -120,8 +136,10 @@ def test_the_plan_of_training_has_the_head_that_the_map_reads(fitted: Fitted) ->
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"kind": "cubic"}, {"rank": 0}, {"loss": "l1"}, {"learning_rate": 0.0}, {"warmup": -1}, {"steps": 0}]
-)
+    "wrong",
+    [{"kind": "cubic"}, {"rank": 0}, {"loss": "l1"}, {"learning_rate": 0.0}, {"warmup": -1}, {"steps": 0},
+     {"on_policy_steps": -1}, {"unfreeze_rate": 0.0}],
+)  # fmt: skip
 def test_settings_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
     (name,) = wrong
     with pytest.raises(UsageError, match=rf"mapper\.residual\.{name}="):

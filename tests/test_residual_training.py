@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +14,13 @@ from torch import Tensor
 
 from kvbridge import compat
 from kvbridge.assembly import hand_off
+from kvbridge.attention import queried_backbone
 from kvbridge.calibration import CalibrationMoments, calibrate
-from kvbridge.errors import CalibrationError, TrainingError, UnsupportedModelError
+from kvbridge.errors import CalibrationError, TrainingError, UnsupportedModelError, UsageError
 from kvbridge.kernels import FormMap
-from kvbridge.mappers import Joint
-from kvbridge.mappers.residual import train_residual
-from kvbridge.mappers.residual.losses import LOSSES, attend, kl_loss, mean_divergence
+from kvbridge.mappers import Joint, residual_config
+from kvbridge.mappers.residual import losses, train_residual
+from kvbridge.mappers.residual.losses import LOSSES, attend, kl_loss, mean_divergence, on_policy_queries
 from kvbridge.mappers.residual.mapping import AdaptedMap
 from kvbridge.mappers.residual.readings import ReadingStore, require_linear_head
 from kvbridge.mappers.residual.suffixes import carried_cache, frozen, read_suffixes
@@ -106,9 +108,16 @@ def test_a_target_that_scales_its_logits_is_refused() -> None:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_gradients_reach_the_branch_and_nothing_else(fitted: Fitted, loss: str) -> None:
+@pytest.mark.parametrize("unfrozen", [False, True], ids=["branch", "unfrozen"])
+def test_gradients_reach_what_is_trained_and_nothing_else(
+    fitted: Fitted, loss: str, unfrozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mapping, readings = disturbed(fitted.adapted(), 0.2), fitted.readings()
-    parameters = list(mapping.module.parameters())
+    mapping = mapping.with_unfrozen() if unfrozen else mapping
+    parameters = list(mapping.parameters().values())
+    # No gradient goes through the queries that the target has on its way.
+    queries = on_policy_queries(mapping, readings, mapping.mapped(readings, 40), [24, 40], 8)
+    monkeypatch.setattr(losses, "on_policy_queries", lambda *_: queries)
 
     def value() -> Tensor:
         return LOSSES[loss](mapping, readings, [24, 40], 8)
@@ -117,8 +126,8 @@ def test_gradients_reach_the_branch_and_nothing_else(fitted: Fitted, loss: str) 
         value().backward()
     assert all(parameter.grad is None for parameter in fitted.pair.target.model.parameters())
     assert all(parameter.requires_grad for parameter in fitted.pair.target.model.parameters())
-    gradients = [parameter.grad for parameter in parameters]
-    slope = sum(float(gradient.square().sum()) for gradient in gradients if gradient is not None)
+    gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
+    slope = sum(float(gradient.square().sum()) for gradient in gradients)
     size = 1e-2 / slope**0.5
     with torch.no_grad():
         ends = []
@@ -141,6 +150,30 @@ def test_the_kl_of_exact_states_is_none(fitted: Fitted, monkeypatch: pytest.Monk
         assert float(loss(mapping, readings, [24, 40], 8).detach()) > 1e-3, name
 
 
+def test_queries_on_the_way_are_native_where_the_cache_is(fitted: Fitted, monkeypatch: pytest.MonkeyPatch) -> None:
+    mapping, target = fitted.adapted(), fitted.pair.target
+    store = replace(fitted.store, queries=16)
+    store.prepare(fitted.documents)
+    readings, starts = store.load(list(fitted.documents)), [24, 40]
+    exact = target.content(target.read(readings.input_ids)).layers(PLAN.mapped_layers(4)).span(PLAN.sinks, 40)
+    queries, picked = on_policy_queries(mapping, readings, exact, starts, 8)
+    assert picked.tolist() == list(range(16))
+    native: list[Tensor] = []
+    with torch.no_grad():
+        backbone = queried_backbone(target.model, native.append)
+        compat.run(backbone, readings.input_ids, compat.empty_cache(target.model))
+    wanted = torch.stack(native)[1:, ..., [*range(24, 32), *range(40, 48)], :]
+    assert relative_error(queries, wanted) < 1e-4
+    mapped, _ = on_policy_queries(mapping, readings, mapping.mapped(readings, 40), starts, 8)
+    # The first mapped layer reads what native layers gave.
+    assert relative_error(mapped[0], wanted[0]) < 1e-4
+    assert relative_error(mapped[-1], wanted[-1]) > 1e-3
+
+
+def test_losses_are_those_that_settings_know() -> None:
+    assert tuple(LOSSES) == residual_config.LOSSES
+
+
 def curve(trained: Trainer) -> list[Any]:
     return [
         {name: value for name, value in look.items() if name != "seconds"} for look in trained.checkpoint.progress.curve
@@ -150,11 +183,14 @@ def curve(trained: Trainer) -> list[Any]:
 def test_a_killed_training_ends_with_the_same_bits(
     fitted: Fitted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings: dict[str, Any] = {"attention_steps": 2, "checkpoint_seconds": 1e-6}
+    settings: dict[str, Any] = {
+        "attention_steps": 1, "steps": 2, "on_policy_steps": 1, "unfreeze_steps": 3, "unfreeze_rate": 1e-2,
+        "checkpoint_seconds": 1e-6,
+    }  # fmt: skip
     whole = trainer(fitted, tmp_path / "whole", **settings)
     whole.run()
     step: Callable[..., float] = Trainer._step
-    for killed_at in (1, 3, 4):
+    for killed_at in (2, 3, 4, 6):
 
         def killed(self: Trainer, stage: Any, at: int = killed_at) -> float:
             if self._done() == at:
@@ -166,11 +202,13 @@ def test_a_killed_training_ends_with_the_same_bits(
             trainer(fitted, tmp_path / "parts", **settings).run()
     monkeypatch.setattr(Trainer, "_step", step)
     parts = trainer(fitted, tmp_path / "parts", **settings)
-    assert parts._done() == 4
+    assert parts._done() == 6
     parts.run()
     assert curve(parts) == curve(whole)
-    for name, value in whole.mapping.module.named_parameters():
-        assert torch.equal(value, parts.mapping.module.get_parameter(name)), name
+    assert len({look["dev_kl"] for look in curve(whole)}) == len(curve(whole)) > 4, "every stage changes something"
+    values = parts.mapping.parameters()
+    for name, value in whole.mapping.parameters().items():
+        assert torch.equal(value, values[name]), name
 
 
 def test_training_lowers_the_kl_and_is_not_repeated(
@@ -179,7 +217,8 @@ def test_training_lowers_the_kl_and_is_not_repeated(
     settings: dict[str, Any] = {"steps": 24, "evaluate_every": 8, "learning_rate": 1e-2}
     config = replace(CONFIG, **settings)
     arguments = fitted.pair, fitted.forms, fitted.moments, fitted.calibration, config, tmp_path
-    branch = train_residual(*arguments)
+    adapted = train_residual(*arguments)
+    assert not list(tmp_path.rglob("readings"))
     (place,) = {path.parent for path in tmp_path.rglob("curve.json")}
     assert (place / "curve.png").stat().st_size > 1000
     looks = trainer(fitted, tmp_path, **settings).checkpoint.progress.curve
@@ -188,10 +227,10 @@ def test_training_lowers_the_kl_and_is_not_repeated(
     assert min(look["dev_kl"] for look in looks) < looks[0]["dev_kl"]
     monkeypatch.setattr(Trainer, "_step", None)
     again = train_residual(*arguments)
-    assert branch is not None
+    assert adapted is not None
     assert again is not None
-    assert torch.equal(again.expand, branch.expand)
-    assert branch.expand.any()
+    assert [form.name for form in again] == [form.name for form in (*fitted.forms, adapted[-1])]
+    assert torch.equal(again[-1].tensors()["expand"], adapted[-1].tensors()["expand"])
 
 
 def test_no_branch_is_trained_where_none_is_wanted(fitted: Fitted, tmp_path: Path) -> None:
@@ -213,6 +252,22 @@ def test_training_stops_early(fitted: Fitted, tmp_path: Path) -> None:
     early = trainer(fitted, tmp_path, learning_rate=1e-30, evaluate_every=1, patience=2)
     early.run()
     assert [look["step"] for look in early.checkpoint.progress.curve] == [0, 1, 2]
+
+
+def test_what_beats_nothing_is_not_added(fitted: Fitted, tmp_path: Path) -> None:
+    config = replace(CONFIG, learning_rate=1e-30, steps=2, keep_readings=True)
+    assert train_residual(fitted.pair, fitted.forms, fitted.moments, fitted.calibration, config, tmp_path) is None
+    assert len(list((tmp_path / "readings").rglob("*.safetensors"))) == CONFIG.documents + CONFIG.dev_documents
+
+
+def test_readings_that_do_not_fit_the_disk_are_refused(
+    fitted: Fitted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    store = replace(fitted.store, folder=tmp_path)
+    store.prepare(fitted.documents[:1])
+    with pytest.raises(UsageError, match=r"take 0\.\d GB, .* fewer mapper\.residual\.documents"):
+        replace(store, queries=10).prepare(fitted.documents)
 
 
 def test_damaged_readings_are_refused(fitted: Fitted, tmp_path: Path) -> None:

@@ -57,6 +57,17 @@ def _calibrate(settings: Settings, pair: Pair, folder: Path) -> Any:
     return collect(pair, settings.calibration, settings.mapper.blocks(), folder)
 
 
+def _shared_moments(settings: Settings, pair: Pair, folder: Path) -> Any:
+    """The moments, of processes that only contributed a share too where all are to train a branch; else `None`."""
+    from kvbridge.calibration import MOMENTS, CalibrationMoments
+
+    moments = _calibrate(settings, pair, folder)
+    if not settings.residual.wanted or settings.calibration.shard is not None:
+        return moments
+    process_state().wait_for_everyone()
+    return CalibrationMoments.load(folder / MOMENTS) if moments is None else moments
+
+
 def _prepare(settings: Settings, pair: ModelPair, plan: HandoffPlan) -> tuple[Any, dict[str, Any]]:
     """What will be scored, after everything that can be checked before a long run."""
     from kvbridge.eval import suite
@@ -126,11 +137,13 @@ def _run(settings: Settings) -> None:
     prepared = _prepare(settings, pair, provisional(settings))
     with recorded(settings.out, settings.plain, process_state().is_main_process):
         with _timed(seconds, "calibrate"):
-            moments = _calibrate(settings, pair, _moments_folder(settings, pair))
+            moments = _shared_moments(settings, pair, _moments_folder(settings, pair))
         if moments is None:
             return
         with _timed(seconds, "fit"):
             bridge = fit_map(settings, pair, moments)
+        if not process_state().is_main_process:
+            return
         del moments
         name = settings.map or settings.mapper.name
         choice = Chosen(provisional(settings), name)

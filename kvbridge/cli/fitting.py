@@ -17,10 +17,13 @@ from kvbridge.folding import fold_if_not_dearer
 from kvbridge.forms import Form
 from kvbridge.layout import BridgeMap
 from kvbridge.pair import ModelPair
+from kvbridge.processes import process_state
 
 
 def fit_map(settings: Settings, pair: ModelPair, moments: Any) -> Bridge:
     """Fit the settings' map and store it in the bridge of `out`, beside the maps that are there.
+
+    Processes share the training of a branch, and the first one writes.
 
     Returns:
         The bridge as it was stored, since that is what is scored.
@@ -46,14 +49,20 @@ def fit_map(settings: Settings, pair: ModelPair, moments: Any) -> Bridge:
         forms = _with_branch(settings, pair, forms, moments)
     before = former and dataclasses.replace(former, novelty=former.novelty or empty.novelty)
     bridge = (before or empty).with_map(name, BridgeMap(forms, mapper, fitted.evidence()))
-    bridge.save_pretrained(folder, dtype=settings.storage)
+    state = process_state()
+    # What was there before is read by now.
+    state.wait_for_everyone()
+    if state.is_main_process:
+        bridge.save_pretrained(folder, dtype=settings.storage)
+    state.wait_for_everyone()
     stored = Bridge.from_pretrained(folder, pair=pair)
     measured = {each["map"] for each in (*stored.points, *stored.gates)}
     if former is None or _same_maps(former, stored, measured):
         return stored
     # Another storage has changed the numbers of maps that were measured.
     bare = dataclasses.replace(stored, points=[], gates=[])
-    bare.save_points(folder)
+    if state.is_main_process:
+        bare.save_points(folder)
     return bare
 
 
@@ -62,11 +71,11 @@ def _with_branch(settings: Settings, pair: ModelPair, forms: tuple[Form, ...], m
     from kvbridge.mappers.residual import train_residual
 
     plan, folder = provisional(settings), settings.out / RESIDUAL
-    branch = train_residual(pair, forms, moments, settings.calibration, settings.residual, folder, plan)
-    if branch is None or not (branch.expand.any() or branch.bias.any()):
+    trained = train_residual(pair, forms, moments, settings.calibration, settings.residual, folder, plan)
+    if trained is None:
         print("residual: training found nothing that beats the map alone; no branch is added")
         return forms
-    return fold_if_not_dearer((*forms, branch), pair.source.geometry, pair.target.geometry)
+    return fold_if_not_dearer(trained, pair.source.geometry, pair.target.geometry)
 
 
 def _calibration(moments: Any) -> dict[str, Any]:

@@ -11,9 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from kvbridge.calibration import CalibrationMoments, Corpus, CorpusConfig
-from kvbridge.calibration.blocks import SPLITS, first_blocks
+from kvbridge.calibration.blocks import SPLITS, first_blocks, opening
 from kvbridge.calibration.draw import Draw
-from kvbridge.errors import CalibrationError, CorpusError
+from kvbridge.errors import CalibrationError, CorpusError, UsageError
+from kvbridge.frame import user_turn
 from kvbridge.mappers.residual_config import ResidualConfig
 
 
@@ -60,6 +61,7 @@ def training_text(
     Raises:
         CalibrationError: the moments were collected from another text.
         CorpusError: the corpus has too few documents.
+        UsageError: a chat is wanted, and there is no template, or no room for a text in it.
     """
     text, draw = _same_text(moments, corpus), Draw.of(moments.info["identity"])
     block = config.block or draw.block
@@ -81,5 +83,18 @@ def training_text(
             f"mapper.residual takes {wanted[0]}; give more text, fewer mapper.residual.documents or "
             "calibration.tokens, or a shorter mapper.residual.block."
         )
+    if config.chat:
+        fresh, seen = (_as_user_turns(each, block, tokenizer) for each in (fresh, seen))
     dev = torch.tensor(fresh[: config.dev_documents])
     return TrainingText(torch.tensor(fresh[config.dev_documents :] if config.fresh else seen), dev)
+
+
+def _as_user_turns(documents: list[list[int]], block: int, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Documents as what a user says, shortened so that they have as many tokens as before."""
+    frame = user_turn(tokenizer, "", "mapper.residual.chat=true", "mapper.residual.chat=false")
+    room, skipped = block - len(frame.before) - len(frame.after), len(opening(tokenizer))
+    if room < 1:
+        raise UsageError(
+            f"mapper.residual.block={block}: the chat template alone takes {block - room} tokens; give a longer one."
+        )
+    return [[*frame.before, *ids[skipped : skipped + room], *frame.after] for ids in documents]

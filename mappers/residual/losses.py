@@ -6,15 +6,19 @@ from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvbridge import compat
-from kvbridge.attention import output_projections
+from kvbridge.attention import output_projections, queried_backbone
 from kvbridge.mappers.residual.mapping import AdaptedMap
 from kvbridge.mappers.residual.readings import Readings
-from kvbridge.mappers.residual.suffixes import carried_cache, read_suffixes, suffix_positions
+from kvbridge.mappers.residual.suffixes import carried_cache, read_suffixes, suffix_mask, suffix_positions
 from kvbridge.metrics import kl_divergence
+from kvbridge.model import KVModel
+from kvbridge.states import ContentStates
+
+KeysValues = tuple[Float[Tensor, "L B H T D"], Float[Tensor, "L B H T D"]]
 
 ROWS_AT_ONCE = 8
 
@@ -64,30 +68,87 @@ def attend(
     return output.flatten(3)
 
 
+def _attention_error(
+    target: KVModel,
+    layers: range,
+    queries: Float[Tensor, "L B H_q Q D"],
+    native: KeysValues,
+    given: KeysValues,
+    hidden: Float[Tensor, "B Q T"],
+) -> Float[Tensor, ""]:
+    """Squared error of the attention output of some layers, behind the output projection, over its energy."""
+    with torch.no_grad():
+        wanted = attend(queries, *native, hidden)
+    error = attend(queries, *given, hidden) - wanted
+    shares = []
+    projections = output_projections(target.model)[layers.start : layers.stop]
+    for weight, wrong, right in zip(projections, error, wanted, strict=True):
+        projected = weight.float().T
+        shares.append((wrong @ projected).square().sum() / (right @ projected).square().sum())
+    return torch.stack(shares).mean()
+
+
+def _carried(mapping: AdaptedMap, readings: Readings, made: ContentStates) -> tuple[KeysValues, KeysValues]:
+    """Keys and values of the mapped layers at positions `0 … C − 1` in fp32: the target's own, and with mapped ones."""
+    layers, sinks = mapping.plan.mapped_layers(mapping.target.geometry.layers), mapping.plan.sinks
+    chosen, stop = slice(layers.start, layers.stop), sinks + made.tokens
+    given = mapping.target.rotary.apply(made.keys, made.positions), made.values
+    native = tuple(states[chosen, ..., :stop, :].float() for states in (readings.keys, readings.values))
+    mixed = tuple(torch.cat((exact[..., :sinks, :], part), dim=-2) for exact, part in zip(native, given, strict=True))
+    return (native[0], native[1]), (mixed[0], mixed[1])
+
+
 def attention_loss(mapping: AdaptedMap, readings: Readings, starts: Sequence[int], suffix: int) -> Float[Tensor, ""]:
     """Squared error of each mapped layer's attention output for the target's own queries, over its energy.
 
     All layers are computed at once, each on native queries, so that an error is charged to the layer that makes it.
     """
-    target, layers = mapping.target, mapping.plan.mapped_layers(mapping.target.geometry.layers)
-    chosen = slice(layers.start, layers.stop)
-    made = mapping.mapped(readings, readings.tokens)
-    sinks = mapping.plan.sinks
-    exact = readings.keys[chosen].float(), readings.values[chosen].float()
-    given = target.rotary.apply(made.keys, made.positions), made.values
-    mixed = [torch.cat((native[..., :sinks, :], part), dim=-2) for native, part in zip(exact, given, strict=True)]
+    layers = mapping.plan.mapped_layers(mapping.target.geometry.layers)
+    native, given = _carried(mapping, readings, mapping.mapped(readings, readings.tokens))
     every = torch.arange(readings.tokens, device=readings.queried.device)
     later = every > readings.queried[..., None]
     hidden = torch.zeros(later.shape, device=later.device).masked_fill_(later, -torch.inf)
-    queries = readings.queries[chosen]
+    queries = readings.queries[layers.start : layers.stop]
+    return _attention_error(mapping.target, layers, queries, native, given, hidden)
+
+
+def on_policy_queries(
+    mapping: AdaptedMap, readings: Readings, made: ContentStates, starts: Sequence[int], suffix: int
+) -> tuple[Float[Tensor, "L B H_q Q D"], Int[Tensor, "Q"]]:
+    """Queries of the mapped layers while the target reads the suffixes over the carried cache, without gradients.
+
+    Returns:
+        The queries, rotated and scaled, at as many tokens of the suffixes as the readings have queries of; and which
+        of all suffixes' tokens these are, evenly spread.
+    """
+    target, found = mapping.target, list[Tensor]()
+    layers, tokens = mapping.plan.mapped_layers(target.geometry.layers), len(starts) * suffix
+    count = min(tokens, readings.queried.shape[1])
+    picked = torch.linspace(0, tokens - 1, count).round().long()
+    backbone = queried_backbone(target.model, lambda query: found.append(query[:, :, picked.to(query.device)]))
     with torch.no_grad():
-        wanted = attend(queries, *exact, hidden)
-    error = attend(queries, mixed[0], mixed[1], hidden) - wanted
-    shares = []
-    for weight, wrong, right in zip(output_projections(target.model)[chosen], error, wanted, strict=True):
-        projected = weight.float().T
-        shares.append((wrong @ projected).square().sum() / (right @ projected).square().sum())
-    return torch.stack(shares).mean()
+        cached = carried_cache(target, mapping.plan, readings, made)
+        read_suffixes(target, cached, readings.input_ids, starts, suffix, backbone)
+    return torch.stack(found[layers.start : layers.stop]), picked
+
+
+def on_policy_loss(mapping: AdaptedMap, readings: Readings, starts: Sequence[int], suffix: int) -> Float[Tensor, ""]:
+    """The attention loss for the queries that the target has while it reads on over the mapped cache.
+
+    Both sides see the suffixes' own keys and values as the target has them natively; what is wanted is what the same
+    queries find in the native cache.
+    """
+    target, layers = mapping.target, mapping.plan.mapped_layers(mapping.target.geometry.layers)
+    made = mapping.mapped(readings, max(starts))
+    queries, picked = on_policy_queries(mapping, readings, made, starts, suffix)
+    native, given = _carried(mapping, readings, made)
+    positions = suffix_positions(starts, suffix).to(target.device)
+    chosen = slice(layers.start, layers.stop)
+    own = [states[chosen][..., positions, :].float() for states in (readings.keys, readings.values)]
+    mask = suffix_mask(starts, suffix, max(starts), torch.float32)[0, 0, picked].to(target.device)
+    keys, values = ([torch.cat((side[at], own[at]), dim=-2) for side in (native, given)] for at in (0, 1))
+    hidden = mask.expand(len(readings.input_ids), -1, -1)
+    return _attention_error(target, layers, queries, (keys[0], values[0]), (keys[1], values[1]), hidden)
 
 
 class _MeanDivergence(torch.autograd.Function):
@@ -131,4 +192,5 @@ def kl_loss(mapping: AdaptedMap, readings: Readings, starts: Sequence[int], suff
     return mean_divergence(native, given)
 
 
-LOSSES: dict[str, Loss] = {"mse": mse_loss, "attention": attention_loss, "kl": kl_loss}
+# The names that `ResidualConfig` knows, which is read without importing this module.
+LOSSES: dict[str, Loss] = {"mse": mse_loss, "attention": attention_loss, "on_policy": on_policy_loss, "kl": kl_loss}

@@ -1,4 +1,4 @@
-"""A frozen map with the branch that is trained on it."""
+"""A map with the branch that is trained on it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvbridge.branch import ResidualBranch
 from kvbridge.forms import Form, SlotAffine
 from kvbridge.geometry import KVGeometry
 from kvbridge.kernels import FormMap
-from kvbridge.kernels.reference import rows_of
+from kvbridge.kernels.reference import apply_forms, rows_of
 from kvbridge.mappers.residual.module import ResidualModule
 from kvbridge.mappers.residual.readings import Readings
+from kvbridge.mappers.residual.unfrozen import UnfrozenForms
 from kvbridge.model import KVModel
 from kvbridge.plan import HandoffPlan
 from kvbridge.states import ContentStates
@@ -42,7 +43,7 @@ def branch_outputs(plan: HandoffPlan, target: KVGeometry) -> tuple[Span, ...]:
 
 @dataclass(frozen=True)
 class AdaptedMap:
-    """A map whose forms are frozen, and its branch.
+    """A map and its branch.
 
     Attributes:
         target: the model that goes on.
@@ -51,6 +52,7 @@ class AdaptedMap:
         module: the branch.
         inputs: what the branch reads.
         outputs: what it adds to: keys, then values of the layers that the plan maps.
+        unfrozen: the map's forms where their weights are trained too, which are executed in place of `forms`.
     """
 
     target: KVModel
@@ -59,6 +61,22 @@ class AdaptedMap:
     module: ResidualModule
     inputs: tuple[Span, ...]
     outputs: tuple[Span, ...]
+    unfrozen: UnfrozenForms | None = None
+
+    def with_unfrozen(self) -> AdaptedMap:
+        """The same, with the weights of the map among what is trained."""
+        return self if self.unfrozen is not None else replace(self, unfrozen=UnfrozenForms(self.forms.forms))
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """All that is trained, by name."""
+        named = dict(self.module.named_parameters())
+        return named | ({} if self.unfrozen is None else dict(self.unfrozen.named_parameters()))
+
+    def trained(self) -> tuple[Form, ...]:
+        """The forms of the map as training leaves it, on the CPU, and the branch where it adds something."""
+        branch, forms = self.branch(), self.forms.forms if self.unfrozen is None else self.unfrozen.trained()
+        added = [branch] if branch.expand.any() or branch.bias.any() else []
+        return *(form.to(device="cpu") for form in forms), *added
 
     def branch(self) -> ResidualBranch:
         """The branch as a form of the map."""
@@ -78,12 +96,15 @@ class AdaptedMap:
         )
 
     def mapped(self, readings: Readings, stop: int) -> ContentStates:
-        """Content states of the mapped layers at positions `sinks … stop − 1`, with gradients into the branch."""
+        """Content states of the mapped layers at positions `sinks … stop − 1`, with gradients into what is trained."""
         start, layers = self.plan.sinks, self.plan.mapped_layers(self.target.geometry.layers)
         source, native = readings.source.span(start, stop), self.native(readings, start, stop)
-        with torch.no_grad():
-            exact = self.forms.apply(source, layers, native)
-            rows = rows_of(self.inputs, source, native)
+        if self.unfrozen is None:
+            with torch.no_grad():
+                exact = self.forms.apply(source, layers, native)
+        else:
+            exact = apply_forms(self.unfrozen.forms(), source, layers, native)
+        rows = rows_of(self.inputs, source, native)
         keys, values = self._states(self.module(rows), len(layers))
         return replace(exact, keys=exact.keys + keys, values=exact.values + values)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,9 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import nn
 
 from kvbridge.calibration.tensorfile import TensorFile, damaged, write_tensors
-from kvbridge.mappers.residual.module import ResidualModule
 
 MOMENTUM = ("step", "exp_avg", "exp_avg_sq")
 
@@ -43,72 +44,88 @@ class Progress:
     curve: list[dict[str, Any]] = field(default_factory=list)
 
 
-@dataclass(slots=True)
 class Checkpoint:
     """All that a training goes on from.
 
     Attributes:
         path: the file.
-        module: the branch.
-        optimizer: Adam over its parameters.
-        best: its parameters where the dev KL was lowest.
+        parameters: what the stage that runs trains, by name.
+        optimizer: Adam over it.
+        best: its numbers where the dev KL was lowest.
         progress: counters and curve.
     """
 
-    path: Path
-    module: ResidualModule
-    optimizer: torch.optim.Optimizer
-    best: dict[str, Tensor]
-    progress: Progress
+    def __init__(self, path: Path, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Read where the training stands, if it has begun.
+
+        Args:
+            path: the file.
+            parameters: what the first stage trains.
+
+        Raises:
+            CalibrationError: the file is damaged.
+        """
+        self.path, self.progress = path, Progress()
+        self.begin(parameters)
+        if path.exists():
+            with self._reading() as file:
+                self.progress = Progress(**file.described("progress"))
+
+    def begin(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Start a stage: all of `parameters` are as good as they were."""
+        self.parameters = dict(parameters)
+        self.optimizer = torch.optim.Adam(self.parameters.values())
+        self.best = {name: value.detach().clone() for name, value in self.parameters.items()}
+
+    @contextmanager
+    def _reading(self) -> Iterator[TensorFile]:
+        try:
+            yield TensorFile(self.path)
+        except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise damaged(self.path, error) from error
 
     def save(self) -> None:
         """Replace the file."""
-        tensors = {f"now/{name}": value.detach().cpu() for name, value in self.module.named_parameters()}
+        tensors = {f"now/{name}": value.detach().cpu() for name, value in self.parameters.items()}
         tensors |= {f"best/{name}": value.cpu() for name, value in self.best.items()}
-        for name, parameter in self.module.named_parameters():
+        for name, parameter in self.parameters.items():
             state = self.optimizer.state.get(parameter, {})
             tensors |= {f"adam/{name}/{part}": state[part].cpu() for part in MOMENTUM if part in state}
         write_tensors(self.path, tensors, {"progress": asdict(self.progress)})
 
-    def resume(self) -> bool:
-        """Go on from the file, if there is one.
+    def resume(self) -> None:
+        """Go on from the numbers in the file, which hold what the stage that runs trains, if there is one.
 
         Raises:
             CalibrationError: it is damaged.
         """
         if not self.path.exists():
-            return False
-        try:
-            file = TensorFile(self.path)
-            self.progress = Progress(**file.described("progress"))
-            with torch.no_grad():
-                for name, parameter in self.module.named_parameters():
-                    parameter.copy_(file.read(f"now/{name}"))
-                    self.best[name] = file.read(f"best/{name}").clone().to(parameter.device)
-                    held = [part for part in MOMENTUM if f"adam/{name}/{part}" in file.shapes]
-                    if held:
-                        read = {part: file.read(f"adam/{name}/{part}").clone() for part in held}
-                        moved = {
-                            part: value if part == "step" else value.to(parameter.device)
-                            for part, value in read.items()
-                        }
-                        self.optimizer.state[parameter] = moved
-        except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise damaged(self.path, error) from error
-        return True
+            return
+        with self._reading() as file, torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(file.read(f"now/{name}"))
+                self.best[name] = file.read(f"best/{name}").clone().to(parameter.device)
+                held = [part for part in MOMENTUM if f"adam/{name}/{part}" in file.shapes]
+                if held:
+                    read = {part: file.read(f"adam/{name}/{part}").clone() for part in held}
+                    self.optimizer.state[parameter] = {
+                        part: value if part == "step" else value.to(parameter.device) for part, value in read.items()
+                    }
 
     def keep_best(self, kl: float) -> None:
         """Note a look at the dev documents."""
         if kl < self.progress.best_kl:
             self.progress.best_kl, self.progress.waited = kl, 0
-            self.best = {name: value.detach().clone() for name, value in self.module.named_parameters()}
+            with torch.no_grad():
+                for name, value in self.parameters.items():
+                    self.best[name].copy_(value)
         else:
             self.progress.waited += 1
 
     def restore_best(self) -> None:
         """Put the best weights back."""
         with torch.no_grad():
-            for name, parameter in self.module.named_parameters():
+            for name, parameter in self.parameters.items():
                 parameter.copy_(self.best[name])
 
 

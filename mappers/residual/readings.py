@@ -1,4 +1,4 @@
-"""What both models make of a document, kept on disk so that training reads no prompt twice.
+"""What both models make of a document, kept on disk while a training runs, so that it reads no prompt twice.
 
 `FOLDER/<digest of the tokens>.safetensors` holds the source's content states, and of the target its cache, the
 residual streams that the map may read, the queries at some positions and the backbone's output, from which the native
@@ -8,7 +8,9 @@ logits of every position follow exactly by the head alone, a hundredth of the nu
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +24,7 @@ from kvbridge import compat
 from kvbridge.attention import queried_backbone
 from kvbridge.calibration.staging import stored_dtypes
 from kvbridge.calibration.tensorfile import TensorFile, damaged, write_tensors
-from kvbridge.errors import UnsupportedModelError
+from kvbridge.errors import UnsupportedModelError, UsageError
 from kvbridge.fingerprint import digest
 from kvbridge.model import KVModel
 from kvbridge.pair import ModelPair
@@ -112,6 +114,9 @@ class ReadingStore:
         """Read what is not on disk yet, one document at a time; a killed run goes on where it was.
 
         Every process reads a share, and all wait until nothing is missing; they see one file system.
+
+        Raises:
+            UsageError: the disk has no room for them, going by the size of the first.
         """
         state = process_state()
         share = documents[state.process_index :: state.num_processes]
@@ -122,10 +127,31 @@ class ReadingStore:
             total=len(share), initial=len(share) - len(missing), unit="doc", desc="read residual",
             disable=not state.is_main_process,
         ) as bar:  # fmt: skip
-            for row in missing:
+            for number, row in enumerate(missing):
                 write_tensors(self.place(row), self._read(row), {})
+                if number == 0:
+                    size = self.place(row).stat().st_size
+                    bar.set_description(f"read residual, {size * len(documents) / 1e9:.1f} GB")
+                    self._require_room(size * (len(missing) - 1) * state.num_processes)
                 bar.update()
         state.wait_for_everyone()
+
+    def _require_room(self, needed: int) -> None:
+        free = shutil.disk_usage(self.folder).free
+        if needed > free:
+            raise UsageError(
+                f"the readings of the remaining documents take {needed / 1e9:.1f} GB, and {self.folder} has "
+                f"{free / 1e9:.1f} GB free; give fewer mapper.residual.documents, a shorter mapper.residual.block, or "
+                "another out=."
+            )
+
+    def remove(self, documents: Int[Tensor, "N T"]) -> None:
+        """Delete the readings of some documents, and the folders that are empty then."""
+        for row in documents:
+            self.place(row).unlink(missing_ok=True)
+        for folder in (self.place(documents[0]).parent, self.folder):
+            with suppress(OSError):
+                folder.rmdir()
 
     def positions(self, tokens: Int[Tensor, "T"]) -> Int[Tensor, "Q"]:
         """The positions whose queries are kept: as many after the sinks as there are, in an order of the text's own."""

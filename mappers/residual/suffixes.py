@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from kvbridge import compat
 from kvbridge.mappers.residual.readings import Readings
@@ -73,7 +74,7 @@ def suffix_positions(starts: Sequence[int], suffix: int) -> Int[Tensor, "N"]:
     return torch.cat([torch.arange(start, start + suffix) for start in starts])
 
 
-def _suffix_mask(starts: Sequence[int], suffix: int, cached: int, dtype: torch.dtype) -> Float[Tensor, "1 1 N K"]:
+def suffix_mask(starts: Sequence[int], suffix: int, cached: int, dtype: torch.dtype) -> Float[Tensor, "1 1 N K"]:
     """Additive mask of all suffixes over the cache and themselves."""
     position = suffix_positions(starts, suffix)
     owner = torch.arange(len(starts)).repeat_interleave(suffix)
@@ -89,6 +90,7 @@ def read_suffixes(
     input_ids: Int[Tensor, "B T"],
     starts: Sequence[int],
     suffix: int,
+    backbone: PreTrainedModel | None = None,
 ) -> Float[Tensor, "B N E"]:
     """The backbone's output for every token of every suffix.
 
@@ -98,14 +100,15 @@ def read_suffixes(
         input_ids: the documents.
         starts: first token of each suffix.
         suffix: tokens of each.
+        backbone: a copy of the target's that shows what it does.
     """
     positions = suffix_positions(starts, suffix).to(target.device)
     cache = compat.empty_cache(target.model)
     for layer, (keys, values) in enumerate(cached):
         compat.put_layer(cache, layer, keys, values)
-    mask = _suffix_mask(starts, suffix, cached[0][0].shape[-2], target.dtype).to(target.device)
+    mask = suffix_mask(starts, suffix, cached[0][0].shape[-2], target.dtype).to(target.device)
     output = compat.run(
-        compat.backbone(target.model),
+        backbone or compat.backbone(target.model),
         input_ids[:, positions],
         cache,
         position_ids=positions[None],

@@ -7,9 +7,6 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
-
-from kvbridge.branch import ResidualBranch
 from kvbridge.calibration import CalibrationMoments, CorpusConfig
 from kvbridge.fingerprint import digest
 from kvbridge.forms import Form, needed_native_head
@@ -50,7 +47,8 @@ def _identity(
     pair: ModelPair, forms: tuple[Form, ...], text: TrainingText, config: ResidualConfig, plan: HandoffPlan
 ) -> str:
     """Digest of all that decides a training's outcome."""
-    settings = {name: value for name, value in asdict(config).items() if name != "checkpoint_seconds"}
+    indifferent = ("checkpoint_seconds", "keep_readings")
+    settings = {name: value for name, value in asdict(config).items() if name not in indifferent}
     documents = [hashlib.sha256(part.numpy().tobytes()).hexdigest() for part in (text.training, text.dev)]
     return digest([pair.identity(), _fingerprint(forms), documents, settings, plan.to_dict()])
 
@@ -64,11 +62,11 @@ def prepare_training(
     folder: Path,
     plan: HandoffPlan,
 ) -> Trainer:
-    """A trainer whose documents are read and whose branch adds nothing yet, or is where a killed training left it.
+    """A trainer whose branch adds nothing yet, or is where a killed training left it.
 
     Args:
         pair: source and target.
-        forms: of the frozen map.
+        forms: of the map.
         moments: that it was fitted on, which give the units.
         text: documents.
         config: settings; a kind other than `none`.
@@ -78,7 +76,7 @@ def prepare_training(
     Raises:
         CacheError: the map does not make what the plan maps.
         CalibrationError: the moments lack something, or a file is damaged.
-        UnsupportedModelError: the target does not show its attention, or its logits are not one linear map.
+        UsageError: processes or suffixes that do not fit.
     """
     plan, target = training_plan(forms, plan), pair.target
     frozen_map = FormMap(tuple(form.to(device=target.device) for form in forms))
@@ -88,7 +86,6 @@ def prepare_training(
     module = ResidualModule(config.kind, config.rank, units, config.seed)
     mapping = AdaptedMap(target, plan, frozen_map, module, inputs, outputs)
     store = ReadingStore(pair, folder / "readings", streams_read(inputs), config.queries, plan.sinks)
-    store.prepare(torch.cat((text.dev, text.training)))
     # Maps that were solved on several devices may differ in their last bits.
     place = folder / agreed(_identity(pair, forms, text, config, plan))
     return Trainer(mapping, store, text.training, text.dev, config, place)
@@ -102,12 +99,12 @@ def train_residual(
     config: ResidualConfig,
     folder: Path,
     plan: HandoffPlan | None = None,
-) -> ResidualBranch | None:
+) -> tuple[Form, ...] | None:
     """Train what is to be added to a map; a killed training goes on where its last checkpoint was.
 
     Args:
         pair: source and target.
-        forms: of the fitted map, which stays as it is.
+        forms: of the fitted map.
         moments: that it was fitted on.
         corpus: the text of these moments, of which what they have not seen is fresh.
         config: kind, rank and training of the branch.
@@ -115,15 +112,17 @@ def train_residual(
         plan: of the hand-offs that are trained on; by default the plain one, with the native head that the map reads.
 
     Returns:
-        The branch where the dev KL was lowest, at worst one that adds nothing; `None` where none is wanted.
+        The map where the dev KL was lowest: its forms, as they were but for steps that unfreeze them, and the branch.
+        `None` where no look was better than the first, or no branch is wanted.
 
     Raises:
-        CalibrationError, CorpusError, UsageError: settings, moments or text that cannot work.
+        CalibrationError, CorpusError, UnsupportedModelError, UsageError: settings, moments, text or models that
+            cannot work.
         TrainingError: the loss is not finite.
     """
     if not config.wanted:
         return None
     text = training_text(moments, corpus, config, pair.tokenizer)
     trainer = prepare_training(pair, forms, moments, text, config, folder, plan or HandoffPlan())
-    trainer.run()
-    return trainer.mapping.branch()
+    lowest = trainer.run()
+    return trainer.mapping.trained() if lowest < trainer.checkpoint.progress.curve[0]["dev_kl"] else None
