@@ -37,7 +37,9 @@ class ResidualConfig:
         suffixes: hand-offs per document, at random positions; they are read in one forward pass.
         suffix: tokens that the target reads after each of them.
         queries: positions per document whose queries the attention losses take.
-        learning_rate: peak of Adam's rate, reached after `warmup` steps and lowered to 0 by a cosine.
+        attention_rate: peak of Adam's rate in the attention steps that come first.
+        learning_rate: peak of Adam's rate in those on `loss` and on-policy; every peak is reached after `warmup` steps
+            of its stage, and lowered to 0 by a cosine.
         warmup: steps.
         clip: largest norm of the gradient.
         directions: leading principal directions of the inputs that the branch reads, whitened; `null` reads every
@@ -68,6 +70,7 @@ class ResidualConfig:
     suffixes: int = 4
     suffix: int = 64
     queries: int = 64
+    attention_rate: float = 3e-4
     learning_rate: float = 2e-4
     warmup: int = 20
     clip: float = 1.0
@@ -97,7 +100,7 @@ class ResidualConfig:
         for option in ("attention_steps", "on_policy_steps", "unfreeze_steps", "warmup", "seed"):
             if getattr(self, option) < 0:
                 raise UsageError(f"mapper.residual.{option}={getattr(self, option)}: expected 0 or more.")
-        for option in ("learning_rate", "unfreeze_rate", "clip", "checkpoint_seconds"):
+        for option in ("attention_rate", "learning_rate", "unfreeze_rate", "clip", "checkpoint_seconds"):
             if not 0 < getattr(self, option) < math.inf:
                 raise UsageError(f"mapper.residual.{option}={getattr(self, option)}: expected a number above 0.")
 

@@ -51,7 +51,7 @@ class Stage:
 def stages_of(config: ResidualConfig) -> list[Stage]:
     """The stages that the settings ask for."""
     possible = (
-        Stage("attention", config.attention_steps),
+        Stage("attention", config.attention_steps, "attention_rate"),
         Stage(config.loss, config.steps),
         Stage("on_policy", config.on_policy_steps),
         Stage(config.loss, config.unfreeze_steps, "unfreeze_rate", unfrozen=True),
