@@ -15,7 +15,15 @@ from dataclasses import dataclass
 
 def binomial_tail(bad: int, count: int, share: float) -> float:
     """Probability of `bad` or fewer among `count` where each is bad with probability `share`."""
-    return math.fsum(math.comb(count, i) * share**i * (1 - share) ** (count - i) for i in range(bad + 1))
+    # In logarithms: of a few thousand hand-offs neither the ways to choose nor the powers are floats.
+    ways = (math.lgamma(count + 1) - math.lgamma(i + 1) - math.lgamma(count - i + 1) for i in range(bad + 1))
+    odds = (i * math.log(share) + (count - i) * math.log1p(-share) for i in range(bad + 1))
+    return math.fsum(map(math.exp, map(float.__add__, ways, odds)))
+
+
+def can_certify(count: int, share: float, confidence: float) -> bool:
+    """Whether so many hand-offs can certify `share` at all, which they do if none of them is bad."""
+    return binomial_tail(0, count, share) <= 1 - confidence
 
 
 def upper_bound(bad: int, count: int, confidence: float) -> float:
@@ -31,10 +39,13 @@ def upper_bound(bad: int, count: int, confidence: float) -> float:
 
 def needed(bad: int, share: float, confidence: float) -> int:
     """Fewest hand-offs that certify `share` where so many of them are bad."""
-    count = bad + 1
-    while binomial_tail(bad, count, share) > 1 - confidence:
-        count += 1
-    return count
+    fewer, enough = bad, bad + 1
+    while binomial_tail(bad, enough, share) > 1 - confidence:
+        fewer, enough = enough, 2 * enough
+    while enough - fewer > 1:
+        middle = (fewer + enough) // 2
+        fewer, enough = (middle, enough) if binomial_tail(bad, middle, share) > 1 - confidence else (fewer, middle)
+    return enough
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from kvbridge.bridge import Bridge
 from kvbridge.cascade.gate import Gate, GateLimits, require_novelty
 from kvbridge.errors import UsageError
 from kvbridge.eval.arms import Reading, read_prompt, strip_prompt
-from kvbridge.eval.bounds import certify, needed
+from kvbridge.eval.bounds import can_certify, certify, needed
 from kvbridge.eval.documents import Document
 from kvbridge.eval.partial import PartialResults
 from kvbridge.eval.points import conditions
@@ -67,6 +67,28 @@ class GateConfig:
                 raise UsageError(f"gate.{name}={getattr(self, name):g}: expected a share between 0 and 1.")
         if self.documents < 2 * FEWEST:
             raise UsageError(f"gate.documents={self.documents}: expected {2 * FEWEST} or more.")
+
+    def require_possible(self) -> None:
+        """Refuse a promise that so many documents cannot certify, however good their hand-offs are.
+
+        Raises:
+            UsageError: naming how many documents could.
+        """
+        tested = self.documents - for_scale(self.documents)
+        if can_certify(tested, self.share, self.confidence):
+            return
+        enough = needed(0, self.share, self.confidence)
+        raise UsageError(
+            f"gate.documents={self.documents} leaves {tested} hand-offs for the test, and to promise "
+            f"gate.share={self.share:g} at gate.confidence={self.confidence:g} takes {enough} of them even if none is "
+            f"bad; give gate.documents={enough + max(FEWEST, math.ceil(enough * SCALED / (1 - SCALED)))} or more, a "
+            "higher share or a lower confidence."
+        )
+
+
+def for_scale(documents: int) -> int:
+    """How many of the documents, the first of them, give the scale of both scores."""
+    return max(FEWEST, math.ceil(SCALED * documents))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +199,7 @@ def calibrate_gate(scored: Sequence[Scored], config: GateConfig) -> dict[str, An
     Raises:
         UsageError: no limits can be certified on so few hand-offs, or on ones as bad as these.
     """
-    first = max(FEWEST, math.ceil(SCALED * len(scored)))
+    first = for_scale(len(scored))
     scales = {name: _Scale.of([getattr(each, name) for each in scored[:first]]) for name in ("novelty", "tail")}
     tested = scored[first:]
     steps = [max(scale.steps(getattr(each, name)) for name, scale in scales.items()) for each in tested]

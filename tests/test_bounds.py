@@ -7,12 +7,12 @@ import random
 import pytest
 from scipy.stats import beta, binom
 
-from kvbridge.eval.bounds import Certified, binomial_tail, certify, needed, upper_bound
+from kvbridge.eval.bounds import Certified, binomial_tail, can_certify, certify, needed, upper_bound
 
 
-@pytest.mark.parametrize(("bad", "count"), [(0, 1), (0, 29), (3, 40), (7, 160), (40, 40), (0, 0)])
+@pytest.mark.parametrize(("bad", "count"), [(0, 1), (0, 29), (3, 40), (7, 160), (40, 40), (0, 0), (700, 9000)])
 def test_agrees_with_scipy(bad: int, count: int) -> None:
-    assert binomial_tail(bad, count, 0.1) == pytest.approx(binom.cdf(bad, count, 0.1), rel=1e-12)
+    assert binomial_tail(bad, count, 0.1) == pytest.approx(binom.cdf(bad, count, 0.1), rel=1e-9)
     expected = beta.ppf(0.95, bad + 1, count - bad) if bad < count else 1.0
     assert upper_bound(bad, count, 0.95) == pytest.approx(expected, abs=1e-9)
 
@@ -22,6 +22,13 @@ def test_as_many_as_needed_are_enough_and_one_fewer_is_not(bad: int) -> None:
     count = needed(bad, 0.1, 0.95)
     assert upper_bound(bad, count, 0.95) <= 0.1 < upper_bound(bad, count - 1, 0.95)
     assert needed(0, 0.1, 0.95) == 29
+
+
+def test_a_very_small_share_is_counted_at_once() -> None:
+    # (1 − 1e-9)ⁿ ≤ 0.05
+    assert needed(0, 1e-9, 0.95) == pytest.approx(2.9957e9, rel=1e-4)
+    assert can_certify(29, 0.1, 0.95)
+    assert not can_certify(28, 0.1, 0.95)
 
 
 def test_stops_at_the_first_threshold_that_fails() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,35 @@ def test_refuses_a_promise_that_cannot_be(given: dict[str, Any]) -> None:
         GateConfig(**given)
 
 
+@pytest.mark.parametrize(("share", "confidence"), [(0.1, 0.95), (0.05, 0.95), (0.5, 0.5), (0.01, 0.99)])
+def test_a_promise_is_possible_from_so_many_documents_on(share: float, confidence: float) -> None:
+    asked = GateConfig(documents=16, share=share, confidence=confidence)
+    if share == 0.5:
+        asked.require_possible()
+        return
+    with pytest.raises(UsageError) as refused:
+        asked.require_possible()
+    found = re.search(r"gate\.documents=(\d+) or more", str(refused.value))
+    assert found is not None
+    enough = int(found[1])
+    replace(asked, documents=enough).require_possible()
+    with pytest.raises(UsageError, match=r"takes .* even if none is bad"):
+        replace(asked, documents=enough - 1).require_possible()
+    # What is said to be enough certifies perfect hand-offs, and one document fewer does not.
+    perfect = [Scored(1.0, 0.1, 0.0)] * enough
+    assert calibrate_gate(perfect, asked)["bad"] == 0
+    with pytest.raises(UsageError, match="pass the tightest limits"):
+        calibrate_gate(perfect[1:], asked)
+
+
+def test_an_impossible_promise_is_refused_before_anything_is_loaded(kvbridge: Run, tmp_path: Path) -> None:
+    (tmp_path / "out/bridge").mkdir(parents=True)
+    given = ("out=out", "gate.documents=18", "gate.confidence=0.99999")
+    said = sentence(kvbridge("calibrate-gate", *given, "pair.source=nowhere"))
+    assert "gate.documents=18 leaves 10 hand-offs for the test" in said
+    assert "takes 110 of them even if none is bad; give gate.documents=147 or more" in said
+
+
 @pytest.mark.usefixtures("own_dataset_cache")
 def test_the_command_stores_a_gate_in_the_bridge(kvbridge: Run, tmp_path: Path) -> None:
     text = write_corpus(tmp_path / "gate.jsonl", documents=18, seed=2)
@@ -75,8 +106,6 @@ def test_the_command_stores_a_gate_in_the_bridge(kvbridge: Run, tmp_path: Path) 
     bridge = Bridge.from_pretrained(tmp_path / "out/bridge")
     assert bridge.novelty is not None
     given = ("out=out", f"eval.corpus={text}", "gate.documents=18")
-    said = sentence(kvbridge("calibrate-gate", *given, "gate.confidence=0.99999"))
-    assert "at least 110 would have to pass" in said
     ran = kvbridge("calibrate-gate", *given, "gate.share=0.5")
     assert ran.code == 0, ran.errors
     assert "bounds the share of bad ones by 0.5 at confidence 0.95" in ran.out

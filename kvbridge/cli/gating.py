@@ -21,6 +21,7 @@ def calibrate_gate_command(config: DictConfig) -> None:
     settings = Settings.of(config)
     settings.refuse("moments")
     require_one_process("calibrate-gate")
+    settings.gate.require_possible()
     location = settings.bridge_location()
     folder = Path(location).expanduser()
     with alone(settings.out, main=True):
