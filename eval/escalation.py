@@ -15,6 +15,7 @@ import numpy as np
 
 from kvbridge.cascade import Above, Cascade, Progress, Result, SamplingParams
 from kvbridge.cascade.policy_file import measure_named
+from kvbridge.cascade.prompts import read_prompt
 from kvbridge.cascade.scores import SCORES, Score
 from kvbridge.errors import UsageError
 from kvbridge.eval.answer_tasks import AnswerTask, embedded_tasks, read_tasks
@@ -121,13 +122,17 @@ def measure_tasks(
         seconds to the `first_token`, of which `source` until the source had read the prompt.
 
     Raises:
-        UsageError: `partial` belongs to other settings.
+        UsageError: a task is longer than the source was made for, or it cannot answer one; or `partial` belongs to
+            other settings.
     """
     sampling = asdict(params)
+    for number, task in enumerate(tasks, 1):
+        _require_length(arms["source"].pair, number, task, params.max_new_tokens)
 
     def make(done: int) -> Iterator[dict[str, Any]]:
-        for task in tasks[done:]:
+        for number, task in enumerate(tasks[done:], done + 1):
             answers = {arm: each.generate(task.prompt, task=task.task, **sampling) for arm, each in arms.items()}
+            _require_source(number, answers["source"])
             yield {"doubt": doubt.said} | {arm: _record(arms[arm], task, answers[arm]) for arm in arms}
 
     identity = {
@@ -137,6 +142,21 @@ def measure_tasks(
         "tasks": digest([[task.prompt, task.answer] for task in tasks]),
     }
     return PartialResults(partial, identity).finish(len(tasks), make, unit="task", desc="tasks")
+
+
+def _require_length(pair: ModelPair, number: int, task: AnswerTask, new: int) -> None:
+    length, longest = len(read_prompt(pair.tokenizer, task.prompt).tokens), pair.source.geometry.max_positions
+    if length + new > longest:
+        raise UsageError(
+            f"task {number} of escalation.tasks has {length} tokens and cascade.max_new_tokens={new}; the source was "
+            f"made for {longest} together. Leave the task out, or ask for fewer tokens."
+        )
+
+
+def _require_source(number: int, answer: Result) -> None:
+    if answer.route != "source":
+        why = answer.handoff.reason.rstrip(".") if answer.handoff is not None else "its policy hands over"
+        raise UsageError(f"the source has no answer to task {number} of escalation.tasks ({why}); leave the task out.")
 
 
 def _record(cascade: Cascade, task: AnswerTask, result: Result) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from kvbridge.eval.escalation_figures import escalation_figure, escalation_table
 from kvbridge.flops import ModelCost, handoff_flops
 from kvbridge.pair import ModelPair, load_pair
 from kvbridge.plan import HandoffPlan
+from kvbridge.processes import alone
 from tiny_bridge import random_bridge
 from tiny_pair import WORDS, tiny_pair
 from twin_pair import twin_bridge, twin_pair
@@ -138,6 +139,25 @@ def test_arms_are_measured_and_resumed(twins: ModelPair, tmp_path: Path) -> None
     assert [each["doubt"] for each in again] == [each["doubt"] for each in found]
 
 
+def test_tasks_that_the_source_cannot_answer_are_refused(twins: ModelPair, tmp_path: Path) -> None:
+    longest, partial = twins.source.geometry.max_positions, tmp_path / "partial.jsonl"
+
+    def measured(prompts: list[str], arm: Cascade) -> None:
+        tasks = [AnswerTask(prompt, "x") for prompt in prompts]
+        measure_tasks({"source": arm, "target": arm}, doubt, tasks, SamplingParams(max_new_tokens=3), partial)
+
+    doubt = Doubt(FirstTokenEntropy())
+    alone = Cascade(twins, None, policy=doubt)
+    short = " ".join(WORDS[:5])
+    length = len(twins.tokenizer("a" * (longest - 2))["input_ids"])
+    with pytest.raises(UsageError, match=rf"^task 2 of escalation\.tasks has {length} tokens and .* for {longest} tog"):
+        measured([short, "a" * (longest - 2)], alone)
+    # Nothing was asked before that was found out.
+    assert not partial.exists()
+    with pytest.raises(UsageError, match=r"^the source has no answer to task 1 of escalation\.tasks \(the casc"):
+        measured([short], Cascade(twins, None))
+
+
 def test_operations_of_an_answer(twins: ModelPair) -> None:
     cost, prompt = ModelCost.of(twins.target), " ".join(WORDS[:5])
     length = len(twins.tokenizer(prompt)["input_ids"])
@@ -208,6 +228,8 @@ def test_the_commands(kvbridge: Run, bridge: str, tmp_path: Path) -> None:
 
 
 def test_commands_refuse_what_cannot_work(kvbridge: Run, bridge: str, tmp_path: Path) -> None:
+    with alone(tmp_path / "busy", main=True):
+        assert "another process is at work in busy" in sentence(kvbridge("calibrate-policy", bridge, "out=busy"))
     (tmp_path / "bad.jsonl").write_text("{}\n")
     (tmp_path / "prompts.txt").write_text("amber basil\n")
     for overrides, message in (

@@ -17,6 +17,7 @@ from kvbridge.cli.planning import chosen, require_one_process
 from kvbridge.cli.settings import Settings
 from kvbridge.errors import UsageError
 from kvbridge.fingerprint import digest
+from kvbridge.processes import alone
 
 
 def _prompts(path: str | None) -> Iterator[tuple[Any, str | None]]:
@@ -84,14 +85,19 @@ def cascade_command(config: DictConfig) -> None:
 
 def calibrate_policy_command(config: DictConfig) -> None:
     """Find the threshold of a measure of doubt; writes OUT/policy.json, escalation.md and escalation.svg."""
+    settings = Settings.of(config)
+    settings.refuse("moments")
+    require_one_process("calibrate-policy")
+    with alone(settings.out, main=True):
+        _calibrate_policy(settings)
+
+
+def _calibrate_policy(settings: Settings) -> None:
     from kvbridge.cascade import Cascade
     from kvbridge.cascade.policy_file import measure_named, save_policy
     from kvbridge.eval.escalation import Doubt, calibrate_policy, measure_tasks
     from kvbridge.eval.escalation_figures import escalation_figure, escalation_table
 
-    settings = Settings.of(config)
-    settings.refuse("moments")
-    require_one_process("calibrate-policy")
     pair, asked = settings.pair.load(), settings.escalation
     tasks = asked.open(pair)
     bridge = Bridge.from_pretrained(settings.bridge_location(), pair=pair)
