@@ -51,7 +51,8 @@ class Carrier:
 
     Raises:
         PairMismatchError: the bridge was made for another pair.
-        UsageError: the bridge has no map of that name, or several and none is named; or no gate, where it is required.
+        UsageError: the bridge has no map of that name, or several and none is named; or no gate, where it is required;
+            or the gate that was given is of another plan or map.
         CacheError, PlanError: plan and map do not fit.
     """
 
@@ -88,6 +89,8 @@ class Carrier:
     def _judge(self) -> Judge | None:
         """What judges hand-offs."""
         if not isinstance(self.gate, str):
+            if isinstance(self.gate, Gate) and self.mapping is not None:
+                self._require_own(self.gate, self.mapping)
             return self.gate
         if self.gate not in ("auto", "require"):
             raise UsageError(f"gate={self.gate!r}: give auto, require, a gate, or None for no checks.")
@@ -98,6 +101,15 @@ class Carrier:
         if self.gate == "auto" and not GateLimits.held(self.bridge, self.plan, self.name):
             return None
         return Gate.of(self.pair, self.bridge, self.mapping, self.plan, self.name)
+
+    def _require_own(self, gate: Gate, mapping: FormMap) -> None:
+        gate.require_pair(self.pair)
+        gate.require(self.plan, mapping)
+        if gate.plan != self.plan:
+            raise UsageError(
+                f"the gate has limits for native_tail={gate.plan.native_tail} and the cascade reads "
+                f"{self.plan.native_tail} tokens natively; give both one plan."
+            )
 
     def carry(self, source: Memory, target: Memory, tokens: Sequence[int], tail: int = 1) -> Carried:
         """Give a conversation to the target.

@@ -4,13 +4,13 @@ before   finite? as long as the prompt? the prompt's own tokens at their positio
 after    do mapped and computed keys and values of the tail agree?
 
 All but the last question before have exact answers. That one and the one after have limits
-calibrated for one map and plan.
+calibrated for one map and plan, and a gate judges no other hand-offs.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,8 +21,9 @@ from kvbridge.assembly import Handoff
 from kvbridge.bridge import Bridge
 from kvbridge.cascade.layer0 import LIMITS, layer0_deviation
 from kvbridge.cascade.tail import map_tail, tail_discrepancy
-from kvbridge.errors import UsageError
-from kvbridge.forms import Map
+from kvbridge.errors import PairMismatchError, UsageError
+from kvbridge.forms import Map, same_forms
+from kvbridge.kernels import FormMap
 from kvbridge.model import KVModel
 from kvbridge.novelty import Novelty
 from kvbridge.pair import ModelPair
@@ -132,11 +133,45 @@ class Gate:
 
         Raises:
             PairMismatchError: the bridge is of another pair.
-            UsageError: the bridge has no novelty factor, or no limits for the map and plan.
+            UsageError: the bridge has no novelty factor, or no limits for the map and plan, or `mapping` is another.
         """
         bridge.require_pair(pair)
         limits = GateLimits.of(bridge, plan, name)
+        if not _is_map(mapping, FormMap.of(bridge, name)):
+            raise UsageError(
+                f"the map that is executed is not {bridge.map_name(name)} of this bridge, for which its limits were "
+                "calibrated; give FormMap.of(bridge, name)."
+            )
         return cls(pair.source, pair.target, plan, mapping, require_novelty(bridge, pair), limits)
+
+    def require_pair(self, pair: ModelPair) -> None:
+        """Refuse to judge hand-offs of another pair.
+
+        Raises:
+            PairMismatchError: naming both.
+        """
+        mine, theirs = (self.source, self.target), (pair.source, pair.target)
+        if [model.fingerprint for model in mine] != [model.fingerprint for model in theirs]:
+            names = [" → ".join(f"{model.name} {model.fingerprint}" for model in each) for each in (mine, theirs)]
+            raise PairMismatchError(f"the gate is of {names[0]} and this pair is {names[1]}; make it for this pair.")
+
+    def require(self, plan: HandoffPlan, mapping: Map) -> None:
+        """Refuse to judge what the limits were not calibrated for; a longer tail is judged by its last tokens.
+
+        Args:
+            plan: of the hand-offs.
+            mapping: that makes them.
+
+        Raises:
+            UsageError: naming both plans, or the map.
+        """
+        if replace(plan, native_tail=min(plan.native_tail, self.plan.native_tail)) != self.plan:
+            raise UsageError(
+                f"the gate has limits for hand-offs under {self.plan} and not under {plan}; give the gate of this "
+                "plan, which `kvbridge calibrate-gate` makes."
+            )
+        if not _is_map(mapping, self.mapping):
+            raise UsageError("the gate has limits for another map than hands off here; give the gate of this map.")
 
     def assess(self, source_states: ContentStates, input_ids: Int[Tensor, "B T"] | None = None) -> GateReading:
         """Before a hand-off: the first check that fails, or the novelty that passed.
@@ -173,7 +208,10 @@ class Gate:
     def map_tail(
         self, handoff: Handoff, source_states: ContentStates, input_ids: Int[Tensor, "B T"]
     ) -> ContentStates | None:
-        """What the map makes of the tail's tokens, for `check`; `None` where nothing was carried."""
+        """What the map makes of as many last tokens as the limits were calibrated with, for `check`.
+
+        `None` where nothing was carried.
+        """
         if not handoff.split.carried:
             return None
         return map_tail(self.target, self.plan, self.mapping, source_states, input_ids, handoff)
@@ -197,6 +235,12 @@ class Gate:
             f"tail discrepancy {score:.3f} is above the limit of {limit:.3f}: the mapped cache does not fit the text."
         )
         return GateReading("tail", score, limit, "" if score <= limit else reason)
+
+
+def _is_map(one: Map, other: Map) -> bool:
+    return one is other or (
+        isinstance(one, FormMap) and isinstance(other, FormMap) and same_forms(one.forms, other.forms)
+    )
 
 
 def require_novelty(bridge: Bridge, pair: ModelPair) -> Novelty:

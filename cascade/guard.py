@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import Cache
 
 from kvbridge.assembly import Handoff, hand_off, timed
-from kvbridge.cascade.gate import GateReading
+from kvbridge.cascade.gate import Gate, GateReading
 from kvbridge.cascade.sampling import check_logits
 from kvbridge.errors import CacheError
 from kvbridge.forms import Map
@@ -74,7 +74,7 @@ def guarded_hand_off(
     """Hand off if every check passes.
 
     Args:
-        judge: makes the checks; without one only what is not finite is refused.
+        judge: makes the checks, a `Gate` of this plan and map; without one only what is not finite is refused.
         target: the model that goes on.
         plan: what it computes natively.
         mapping: from source to target content states.
@@ -84,7 +84,10 @@ def guarded_hand_off(
 
     Raises:
         PlanError: the prompt is empty, all of it is held, or the plan leaves no layer to map.
+        UsageError: the gate's limits are of another plan or map.
     """
+    if isinstance(judge, Gate):
+        judge.require(plan, mapping)
     guarded = Guarded()
     try:
         if judge is not None:

@@ -33,7 +33,8 @@ class Cascade:
         policy: when the target takes over; always by default.
         draft: what becomes of the source's draft then: `keep` lets the target go on from it, `restart` drops it.
         gate: judges every hand-off: `auto` (the default) is the bridge's own where it holds limits for map and plan,
-            `require` refuses a bridge without them, `None` checks only whether numbers are finite; or a gate.
+            `require` refuses a bridge without them, `None` checks only whether numbers are finite; or a gate, which
+            must be of this pair, map and plan.
         states: keeps caches between requests; none by default.
 
     Attributes:
@@ -43,8 +44,9 @@ class Cascade:
         metrics: counts answers by route and hand-offs by outcome.
 
     Raises:
-        PairMismatchError: the bridge was made for another pair.
-        UsageError: the bridge has no such map, or no gate where it is required, or `draft` is neither.
+        PairMismatchError: the bridge or the gate was made for another pair.
+        UsageError: the bridge has no such map, or no gate where it is required, or the gate is of another map or plan,
+            or `draft` is neither.
         CacheError, PlanError: plan and map do not fit.
     """
 

@@ -2,6 +2,9 @@
 
 The target reads the tail over the mapped cache, so its keys and values there are better than mapped ones and cost
 nothing more; the map is applied to the tail's tokens besides. Where both agree, the map fits this text.
+
+carried …… | read natively …………………………… ]
+                          | compared ………… ]      as many last tokens as the plan reads, also where more were read
 """
 
 from __future__ import annotations
@@ -40,7 +43,10 @@ def map_tail(
     input_ids: Int[Tensor, "B T"],
     handoff: Handoff,
 ) -> ContentStates:
-    """What the map makes of the tail's tokens, for the plan's mapped layers.
+    """What the map makes of the plan's tail, for its mapped layers.
+
+    A chat's scaffold and a kept draft can make the target read more than that itself; those tokens are left out, since
+    limits are of as many tokens as the plan's tail has, in the same place.
 
     Args:
         target: the model that goes on.
@@ -50,7 +56,8 @@ def map_tail(
         input_ids: the prompt.
         handoff: of this prompt, before anything was read after it.
     """
-    start, stop = handoff.split.carried_stop, handoff.split.prompt_length
+    stop = handoff.split.prompt_length
+    start = max(handoff.split.carried_stop, stop - plan.native_tail)
     native = None
     if plan.native_head is not None:
         past = [
@@ -75,7 +82,8 @@ def tail_discrepancy(
         handoff: before anything was read after it.
         mapped: of the tail, from `map_tail`.
     """
-    start, stop = handoff.split.carried_stop, handoff.split.prompt_length
+    stop = handoff.split.prompt_length
+    start = stop - mapped.tokens
     read = [computed_layer(handoff, layer) for layer in layers]
     keys, values = (torch.stack(parts)[..., start:stop, :] for parts in zip(*read, strict=True))
     positions = torch.arange(start, stop, device=keys.device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -35,6 +36,7 @@ __all__ = [
     "input_slot",
     "needed_native_head",
     "require_distinct",
+    "same_forms",
 ]
 
 
@@ -139,3 +141,21 @@ def needed_native_head(forms: Iterable[Form]) -> int | None:
     """The highest target layer that forms read; `None` where they read the source alone."""
     read = [span.stop - 1 for form in forms for span in form.inputs if span.role == "target"]
     return max(read, default=None)
+
+
+def same_forms(one: Iterable[Form], other: Iterable[Form]) -> bool:
+    """Whether two maps are of the same forms in the same order, with the same numbers wherever they lie."""
+    mine, theirs = tuple(one), tuple(other)
+    return len(mine) == len(theirs) and all(map(_same_form, mine, theirs))
+
+
+def _same_form(one: Form, other: Form) -> bool:
+    if type(one) is not type(other) or one.options() != other.options():
+        return False
+    mine, theirs = one.tensors(), other.tensors()
+    return mine.keys() == theirs.keys() and all(_same_tensor(mine[name], theirs[name]) for name in mine)
+
+
+def _same_tensor(one: Tensor, other: Tensor) -> bool:
+    alike = (one.dtype, one.shape) == (other.dtype, other.shape)
+    return one is other or (alike and torch.equal(one, other.to(one.device)))

@@ -107,6 +107,27 @@ def test_an_exact_hand_off_passes(plan: HandoffPlan) -> None:
     assert torch.equal(guarded.handoff.logits, plain.logits)
 
 
+def test_a_longer_tail_is_judged_by_as_many_last_tokens_as_the_limits_are_of() -> None:
+    bias, last = 0.3, torch.arange(TOKENS - PLAN.native_tail, TOKENS)
+    biased = FormMap.of(twin_bridge(one_pair(), bias=bias))
+    judge, longer = replace(gate(tail=1e9), mapping=biased), replace(PLAN, native_tail=20)
+    guarded = guarded_hand_off(judge, model(), longer, biased, states(), prompt())
+    assert guarded.handoff is not None
+    errors = []
+    for layer in range(1, 4):
+        found = compat.layer_tensors(guarded.handoff.cache, layer)
+        assert found is not None
+        keys, values = (tensor[..., last, :] for tensor in found)
+        computed = {"keys": model().rotary.strip(keys[None], last)[0], "values": values}
+        for spread, kind in zip(novelty().target_spread[:, layer], KINDS, strict=True):
+            mapped = getattr(states(), kind)[layer][..., last, :] + bias
+            errors.append(float((computed[kind] - mapped).square().mean() / spread))
+    assert guarded.readings[-1].score == pytest.approx(sum(errors) / len(errors), rel=1e-4)
+    # All twenty tokens would have told something else.
+    every = guarded_hand_off(replace(judge, plan=longer), model(), longer, biased, states(), prompt())
+    assert every.readings[-1].score != pytest.approx(guarded.readings[-1].score, rel=1e-2)
+
+
 def shifted(given: ContentStates) -> ContentStates:
     rotary = model().rotary
     return replace(given, keys=rotary.strip(rotary.apply(given.keys, given.positions + 1), given.positions))
@@ -300,3 +321,22 @@ def test_a_cascade_takes_the_gate_of_its_map_and_plan() -> None:
         Cascade(one_pair(), None, gate="require")
     with pytest.raises(UsageError, match="gate='off': give auto, require"):
         Cascade(one_pair(), own, gate="off")
+
+
+def test_a_gate_judges_no_other_plan_map_or_pair() -> None:
+    own, biased = gated_bridge(), FormMap.of(twin_bridge(one_pair(), bias=0.3))
+    mine = gate()
+    assert Cascade(one_pair(), own, plan=PLAN, gate=mine).gate is mine
+    for plan in (HandoffPlan(native_tail=1), replace(PLAN, native_tail=32), replace(PLAN, sinks=0)):
+        with pytest.raises(UsageError, match=r"^the gate has limits for .*native_tail=8"):
+            Cascade(one_pair(), own, plan=plan, gate=mine)
+    with pytest.raises(UsageError, match="limits for another map than hands off here"):
+        Cascade(one_pair(), own, plan=PLAN, gate=replace(mine, mapping=biased))
+    stranger = replace(mine, target=replace(model(), fingerprint="0" * 16))
+    with pytest.raises(PairMismatchError, match=r"^the gate is of one .* and this pair is one "):
+        Cascade(one_pair(), own, plan=PLAN, gate=stranger)
+    with pytest.raises(UsageError, match=r"^the map that is executed is not identity of this bridge"):
+        Gate.of(one_pair(), own, biased, PLAN)
+    for plan, used in ((HandoffPlan(native_tail=1), mapping()), (PLAN, biased)):
+        with pytest.raises(UsageError, match=r"^the gate has limits for"):
+            guarded_hand_off(mine, model(), plan, used, states(), prompt())

@@ -14,6 +14,7 @@ from kvbridge.cascade.store import ExactKey, MappedKey
 from kvbridge.errors import CacheError, UsageError
 from kvbridge.pair import ModelPair
 from kvbridge.plan import HandoffPlan
+from tiny_bridge import with_open_gate
 from tiny_models import continue_with
 from twin_pair import twin_bridge, twin_pair
 
@@ -108,6 +109,17 @@ def test_a_chat_goes_on(chat: ModelPair) -> None:
     assert answer.handoff.held > 0
     with pytest.raises(UsageError, match="goes on as it began"):
         session.generate("iris")
+
+
+def test_a_gate_judges_a_chat_by_its_own_tail(chat: ModelPair) -> None:
+    bridge = with_open_gate(twin_bridge(chat), PLAN)
+    session = Cascade(chat, bridge, plan=PLAN, gate="require").session()
+    for text in ("amber basil cedar delta ember", "fjord grove"):
+        answer = session.generate([{"role": "user", "content": text}], max_new_tokens=NEW)
+        assert answer.outcome == "applied"
+        assert answer.handoff is not None
+        assert answer.handoff.native > PLAN.native_tail
+        assert [reading.check for reading in answer.handoff.readings] == ["novelty", "tail"]
 
 
 def test_prompts_of_a_chat(chat: ModelPair) -> None:
