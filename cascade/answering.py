@@ -69,7 +69,7 @@ class Answering:
         native = self.carrier.native(self.target, self.written)
         handoff, report = self.carrier.offer(self.source, self.target, self.written, tail)
         if handoff is None:
-            self.target.adopt(native.tokens, native.cache, approximate=False)
+            self.target.adopt(native.tokens, native.cache, approximate=False, origin=native.origin)
             yield from self.go_on(self.carrier.reread(self.target, self.written, report))
             return
         self.report = replace(report, verified=len(self.written) - len(native.tokens))
@@ -93,14 +93,27 @@ class Answering:
     def _exactly(self, handoff: Handoff, native: Memory) -> Iterator[Event]:
         self.note("handed_over")
         drafter, reader = self._drafter(), Reader(native.model, native.cache, len(native.tokens))
-        ending = yield from write_exactly(self.writing, handoff, reader, self.mode.schedule, drafter)
+        try:
+            ending = yield from write_exactly(self.writing, handoff, reader, self.mode.schedule, drafter)
+        except CacheError as error:
+            yield from self._without_stored(native, error)
+            return
         self.drafts["mapped"] = ending.mapped
         native.follow(reader, self.written)
-        self.target.adopt(native.tokens, native.cache, approximate=False)
+        self.target.adopt(native.tokens, native.cache, approximate=False, origin=native.origin)
         self.target.read_tokens += native.read_tokens
         if drafter is not None:
             self.drafts["source"] = ending.source
             self.source.follow(drafter.reader, self.written)
+
+    def _without_stored(self, native: Memory, error: CacheError) -> Iterator[Event]:
+        """Write from the target's own reading of everything, if what failed goes on from a stored cache of it."""
+        report = self.report
+        if report is None or self.writing.committed or not self.carrier.refuse(native):
+            raise error
+        yield from (event for event in self.writing.commit([]) if event.tokens)
+        why = replace(report, outcome=FALLBACK, reason=str(error), carried=0, verified=0)
+        yield from self.go_on(self.carrier.reread(self.target, self.written, why))
 
     def _drafter(self) -> SourceDrafter | None:
         """The source over what is written; `None` where it shall not draft, or cannot."""
@@ -111,6 +124,7 @@ class Answering:
         try:
             self.source.hold(self.written)
         except CacheError:
+            self.carrier.refuse(self.source)
             self.source.reset()
             return None
         return SourceDrafter(model, self.source.cache, self.mode.speculate, writing.committed)
@@ -140,6 +154,7 @@ class Answering:
         report = self.report
         if report is None or not self.target.approximate:
             raise error
+        self.carrier.refuse(self.target)
         why = replace(report, outcome=FALLBACK, reason=str(error))
         carried = self.carrier.reread(self.target, self.written, why)
         self.report = carried.report

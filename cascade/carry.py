@@ -127,7 +127,7 @@ class Carrier:
         if handoff is None:
             return self.reread(target, tokens, report)
         approximate = target.approximate or handoff.split.carried > 0
-        target.adopt(tokens, handoff.cache, approximate=approximate)
+        target.adopt(tokens, handoff.cache, approximate=approximate, origin=target.origin)
         target.read_tokens += report.native
         if self.states is not None and not report.held:
             self.states.keep_sinks(target, self.plan.sinks)
@@ -144,6 +144,16 @@ class Carrier:
         if self.states is not None and self.key is not None:
             self.states.resume(self.key, tokens, target)
             self.states.resume_sinks(tokens, target, plan.sinks)
+        handoff, report = self._try(plan, source, target, tokens)
+        # A stored cache may be at fault; what both models read themselves decides.
+        if report.outcome == FALLBACK and self.refuse(source, target):
+            handoff, again = self._try(plan, source, target, tokens)
+            report = replace(again, readings=report.readings + again.readings)
+        return handoff, report
+
+    def _try(
+        self, plan: HandoffPlan, source: Memory, target: Memory, tokens: Sequence[int]
+    ) -> tuple[Handoff | None, HandoffReport]:
         why_not = self._why_not(plan, target, tokens)
         if self.mapping is None or why_not:
             return None, HandoffReport(UNSUPPORTED, why_not)
@@ -158,11 +168,29 @@ class Carrier:
         """What the target holds exactly of a conversation, in a memory that grows on its own."""
         native = Memory(target.model)
         if not target.approximate:
-            native.adopt(target.tokens, shared_cache(target.model, target.cache), approximate=False)
+            shared = shared_cache(target.model, target.cache)
+            native.adopt(target.tokens, shared, approximate=False, origin=target.origin)
         if self.states is not None:
             self.states.resume(ExactKey.of(target.model), tokens, native)
         native.align(tokens)
         return native
+
+    def read(self, memory: Memory, tokens: Sequence[int]) -> Float[Tensor, "V"]:
+        """The logits that follow `tokens`; where a stored cache gives none, they are read from the first on.
+
+        Raises:
+            CacheError: the model's own reading gives no usable logits.
+        """
+        try:
+            return memory.read(tokens)
+        except CacheError:
+            if not self.refuse(memory):
+                raise
+            return memory.read(tokens)
+
+    def refuse(self, *memories: Memory) -> bool:
+        """Drop the stored caches that some memories go on from, and what these hold; whether there were any."""
+        return self.states is not None and sum(map(self.states.refuse, memories)) > 0
 
     def _why_not(self, plan: HandoffPlan, target: Memory, tokens: Sequence[int]) -> str:
         """Why there is nothing to try; empty where there is."""
@@ -185,19 +213,24 @@ class Carrier:
         tokens: Sequence[int],
         seconds: dict[str, float],
     ) -> Guarded:
-        """Hand off behind the gate; a source cache that is broken or of another text is dropped."""
+        """Hand off behind the gate; a source cache that is broken or of another text is dropped.
+
+        One that goes on from a stored cache is left to `refuse`, which drops both.
+        """
         model = target.model
         try:
             source.hold(tokens)
             with timed(seconds, "strip", model.device):
                 states = self.pair.source.content(source.cache)
         except CacheError as error:
-            source.reset()
+            if source.origin is None:
+                source.reset()
             return Guarded(reason=str(error))
         input_ids = torch.tensor([list(tokens)], device=model.device)
         held = target.cache if target.tokens else None
         guarded = guarded_hand_off(self.judge, model, plan, mapping, states, input_ids, held=held)
-        if guarded.handoff is None and any(each.check in BELONGING for each in guarded.readings):
+        foreign = guarded.handoff is None and any(each.check in BELONGING for each in guarded.readings)
+        if foreign and source.origin is None:
             source.reset()
         return guarded
 
@@ -216,9 +249,10 @@ class Carrier:
             target.reset()
         if self.states is not None:
             self.states.resume(ExactKey.of(target.model), tokens, target)
-        held, seconds = target.align(tokens), dict[str, float]()
+        held, origin, seconds = target.align(tokens), target.origin, dict[str, float]()
         with timed(seconds, "prefill", target.model.device):
-            logits = target.read(tokens)
+            logits = self.read(target, tokens)
+        held = held if target.origin == origin else 0
         return Carried(logits, replace(why, native=len(tokens) - held, held=held, seconds=why.seconds | seconds))
 
 

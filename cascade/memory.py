@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
@@ -37,6 +38,7 @@ class Memory:
         tokens: that its cache holds, in order, from position 0 on.
         approximate: some of the cache was mapped, so it is never an exact prefix of anything.
         read_tokens: how many tokens the model has read so far, also of what was dropped since.
+        origin: name of the stored cache that this one goes on from; `None` where there is none.
     """
 
     def __init__(self, model: KVModel) -> None:
@@ -53,14 +55,21 @@ class Memory:
         """Forget the conversation."""
         self.adopt((), compat.empty_cache(self.model.model), approximate=False)
 
-    def adopt(self, tokens: Sequence[int], cache: DynamicCache, *, approximate: bool) -> None:
+    def adopt(
+        self,
+        tokens: Sequence[int],
+        cache: DynamicCache,
+        *,
+        approximate: bool,
+        origin: tuple[Any, tuple[int, ...]] | None = None,
+    ) -> None:
         """Go on from a cache that holds `tokens`."""
         self._reader = Reader(self.model, cache, len(tokens))
-        self.tokens, self.approximate = list(tokens), approximate
+        self.tokens, self.approximate, self.origin = list(tokens), approximate, origin
 
     def follow(self, reader: Reader, tokens: Sequence[int]) -> None:
         """Go on where a reader over this memory's cache has got to in `tokens`."""
-        self.adopt(tokens[: reader.position], reader.cache, approximate=self.approximate)
+        self.adopt(tokens[: reader.position], reader.cache, approximate=self.approximate, origin=self.origin)
         self.read_tokens += reader.read_tokens
 
     def align(self, tokens: Sequence[int]) -> int:

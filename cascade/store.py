@@ -86,6 +86,12 @@ class StateStore:
     Args:
         max_bytes: of all entries together.
 
+    Attributes:
+        hits: times that an entry was taken.
+        misses: times that none was of use.
+        evictions: entries that had to make room.
+        refused: entries dropped since what went on from them was refused.
+
     Raises:
         UsageError: the cap is negative.
     """
@@ -94,7 +100,7 @@ class StateStore:
         if max_bytes < 0:
             raise UsageError(f"StateStore(max_bytes={max_bytes}): give 0 or more bytes.")
         self.max_bytes = max_bytes
-        self.hits = self.misses = self.evictions = 0
+        self.hits = self.misses = self.evictions = self.refused = 0
         self._entries: OrderedDict[tuple[Key, tuple[int, ...]], Entry] = OrderedDict()
         self._bytes = 0
         self._lock = RLock()
@@ -106,6 +112,11 @@ class StateStore:
     def bytes(self) -> int:
         """What all entries take."""
         return self._bytes
+
+    def counts(self) -> dict[str, int]:
+        """What the store holds and what became of it, as JSON values."""
+        counted = {name: getattr(self, name) for name in ("hits", "misses", "evictions", "refused")}
+        return {"entries": len(self), "bytes": self.bytes} | counted
 
     def names(self) -> list[tuple[Key, tuple[int, ...]]]:
         """Key and tokens of every entry, the one that was not used for longest first."""
@@ -140,6 +151,20 @@ class StateStore:
         if 0 < sinks < len(tokens):
             self._resume(ExactKey.of(memory.model, sinks=True), tuple(tokens), memory, sinks)
 
+    def refuse(self, memory: Memory) -> bool:
+        """Drop the entry that a memory goes on from, since it led to nothing usable, and all that the memory holds.
+
+        Returns:
+            Whether it goes on from one; if not, nothing is done.
+        """
+        if memory.origin is None:
+            return False
+        with self._lock:
+            self.refused += memory.origin in self._entries
+            self._drop(memory.origin)
+        memory.reset()
+        return True
+
     def _resume(self, key: Key, tokens: tuple[int, ...], memory: Memory, length: int | None) -> None:
         held = memory.align(tokens)
         with self._lock:
@@ -150,7 +175,8 @@ class StateStore:
             self.hits += 1
             self._entries.move_to_end((key, best))
             entry = self._entries[key, best]
-        memory.adopt(entry.tokens, shared_cache(memory.model, entry.cache), approximate=isinstance(key, MappedKey))
+        shared = shared_cache(memory.model, entry.cache)
+        memory.adopt(entry.tokens, shared, approximate=isinstance(key, MappedKey), origin=(key, best))
         memory.align(tokens)
 
     def _matching(self, key: Key, tokens: tuple[int, ...], length: int | None) -> Iterator[tuple[int, tuple[int, ...]]]:

@@ -166,6 +166,7 @@ class Turn:
             escalated = yield from self._decide()
         except CacheError as error:
             # The source's own cache is broken, so nothing of it may be carried.
+            self._carrier.refuse(self.source)
             self.source.reset()
             yield from self._retract()
             why = HandoffReport(FALLBACK, f"the source failed: {error}")
@@ -193,7 +194,7 @@ class Turn:
             return True
         if self._carrier.states is not None:
             self._carrier.states.resume(ExactKey.of(self.source.model), prompt, self.source)
-        logits = self.source.read(prompt)
+        logits = self._carrier.read(self.source, prompt)
         self._note("source")
         progress = Progress(len(prompt), logits, self.prompt.text, self.task)
         decision = self.parts.policy.decide(progress)

@@ -79,7 +79,8 @@ def cascade_command(config: DictConfig) -> None:
     for at, (prompt, task) in enumerate(prompts):
         result = cascade.generate(prompt, task=task, **options | {"seed": asked.seed + at})
         print(json.dumps({"prompt": at} | result.to_dict(), ensure_ascii=False), flush=True)
-    summary = cascade.metrics.to_dict() | {"cascade": cascade.describe()}
+    kept = {"states": states.counts()} if states is not None else {}
+    summary = cascade.metrics.to_dict() | kept | {"cascade": cascade.describe()}
     print(json.dumps(summary, ensure_ascii=False), file=sys.stderr)
 
 
