@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
+from kvbridge.branch import ACTIVATIONS
 from kvbridge.calibration import CalibrationMoments, MomentBlock
 from kvbridge.calibration.moments import source_variable, target_variable
 from kvbridge.forms import KINDS, Form
 from kvbridge.geometry import KVGeometry
+from kvbridge.mappers.residual_config import ResidualConfig
 
 
 def own_kind_blocks() -> frozenset[MomentBlock]:
@@ -73,15 +75,38 @@ class CostedMapper(Protocol):
         """Operations that mapping one token into the target `layers` will take."""
         ...
 
+    def branch_width(self, source: KVGeometry, target: KVGeometry) -> int:
+        """Numbers per token that a residual branch on the map will read."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Unfitted:
-    """The cost of a map that is still to be fitted."""
+    """The cost of a map that is still to be fitted, with the branch that will be trained on it.
+
+    Attributes:
+        mapper: that will fit it.
+        source: geometry of the model whose cache is read.
+        target: of the model that goes on.
+        residual: settings of the branch; by default there is none.
+    """
 
     mapper: CostedMapper
     source: KVGeometry
     target: KVGeometry
+    residual: ResidualConfig = field(default_factory=ResidualConfig)
 
     def flops_per_token(self, layers: range) -> int:
-        """Operations that mapping one token into the target `layers` will take."""
-        return self.mapper.map_flops(self.source, self.target, layers)
+        """Operations that mapping one token into the target `layers` will take.
+
+        A linear branch counts as what is cheaper, beside the map or folded into it.
+        """
+        frozen = self.mapper.map_flops(self.source, self.target, layers)
+        if not self.residual.wanted:
+            return frozen
+        read = self.mapper.branch_width(self.source, self.target)
+        made = len(KINDS) * len(layers) * self.target.kv_heads * self.target.head_dim
+        rank, kind = self.residual.rank, self.residual.kind
+        beside = frozen + 2 * rank * (ACTIVATIONS[kind] * read + made)
+        # Folded, it makes a dense map of all that it reads.
+        return min(beside, max(frozen, 2 * read * made)) if kind == "linear" else beside

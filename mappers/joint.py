@@ -97,6 +97,9 @@ class Joint:
         read, made = self.widths(source, target, layers)
         return 2 * read * made
 
+    def branch_width(self, source: KVGeometry, target: KVGeometry) -> int:
+        return self.widths(source, target, range(0))[0]
+
     def solve(
         self, moments: CalibrationMoments, source: KVGeometry, target: KVGeometry
     ) -> tuple[JointProblem, Float[Tensor, "p q"], dict[Span, Penalty]]:

@@ -91,6 +91,9 @@ class Ridge:
         slots = min(self.k, source.layers) * (source.kv_heads if self.heads == "all" else 1)
         return 2 * len(KINDS) * len(layers) * target.kv_heads * slots * source.head_dim * target.head_dim
 
+    def branch_width(self, source: KVGeometry, target: KVGeometry) -> int:
+        return len(KINDS) * source.layers * source.kv_heads * source.head_dim
+
     def fit(self, moments: CalibrationMoments, source: KVGeometry, target: KVGeometry) -> FittedMap:
         """Rank source layers, then solve every target layer and head.
 

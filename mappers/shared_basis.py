@@ -83,6 +83,9 @@ class ReducedRank:
         read, made = self.joint.widths(source, target, layers)
         return 2 * min(self.rank, read, made) * (self.groups * read + made)
 
+    def branch_width(self, source: KVGeometry, target: KVGeometry) -> int:
+        return self.joint.branch_width(source, target)
+
     def fit(self, moments: CalibrationMoments, source: KVGeometry, target: KVGeometry) -> FittedMap:
         """Solve the joint regression, then keep the directions that matter most.
 

@@ -6,6 +6,7 @@ A new mapper is tested by one line in `MAPPERS`.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,17 +28,21 @@ from kvbridge.bridge import Bridge
 from kvbridge.calibration import CalibrationConfig, CalibrationMoments, Moments, calibrate, open_corpus
 from kvbridge.calibration.blocks import draw_blocks
 from kvbridge.errors import CalibrationError, UsageError
-from kvbridge.forms import KINDS, SlotAffine, flops_per_token, input_slot
+from kvbridge.folding import fold_if_not_dearer
+from kvbridge.forms import KINDS, ResidualBranch, SlotAffine, flops_per_token, input_slot
 from kvbridge.geometry import KVGeometry
 from kvbridge.kernels import FormMap
 from kvbridge.layout import BridgeMap
 from kvbridge.mappers import FittedMap, Identity, Joint, Mapper, Random, ReducedRank, Ridge, available
-from kvbridge.mappers.base import CostedMapper
+from kvbridge.mappers.base import CostedMapper, Unfitted
 from kvbridge.mappers.regression import explained_squares, held_out_r2, ridge_solve
+from kvbridge.mappers.residual.mapping import branch_inputs
+from kvbridge.mappers.residual_config import KINDS_OF_BRANCH, ResidualConfig
 from kvbridge.mappers.ridge import rank_layers
 from kvbridge.pair import ModelPair
 from kvbridge.plan import HandoffPlan
 from kvbridge.states import ContentStates
+from kvbridge.variables import Span
 from tiny_pair import tiny_pair, write_corpus
 
 MAPPERS: list[Mapper] = [
@@ -149,6 +154,28 @@ def test_says_before_the_fit_what_its_map_will_cost(mapper: Mapper, calibrated: 
     expected, found = mapper.map_flops(source, target, layers), flops_per_token(fitted.forms, layers)
     # Held-out moments may choose a smaller rank.
     assert found <= expected if isinstance(mapper, ReducedRank) else found == expected
+
+
+def test_says_before_the_fit_what_a_branch_on_its_map_will_cost(mapper: Mapper, calibrated: Calibrated) -> None:
+    if not isinstance(mapper, CostedMapper):
+        return
+    sides = {"source": calibrated.pair.source.geometry, "target": calibrated.pair.target.geometry}
+    fitted = calibrated.fit(mapper)
+    layers, inputs = made_layers(fitted), branch_inputs(fitted.forms, sides["source"])
+    outputs = tuple(Span(f"target.{kind}", layers.start, layers.stop) for kind in KINDS)
+    read, made = (sum(span.width(sides[span.role]) for span in spans) for spans in (inputs, outputs))
+    frozen, planned = flops_per_token(fitted.forms, layers), mapper.map_flops(*sides.values(), layers)
+    for kind, rank in itertools.product(KINDS_OF_BRANCH, (3, 400)):
+        wide = 2 * rank if kind == "quadratic" else rank
+        weights = (torch.ones(read, wide), torch.ones(wide), torch.ones(rank, made), torch.ones(made))
+        branch = ResidualBranch(inputs, outputs, kind, *weights, sides["target"].kv_heads, sides["target"].head_dim)
+        found = flops_per_token(fold_if_not_dearer((*fitted.forms, branch), *sides.values()), layers)
+        expected = Unfitted(mapper, *sides.values(), ResidualConfig(kind, rank)).flops_per_token(layers)
+        if not isinstance(mapper, ReducedRank):
+            assert found == expected, (kind, rank)
+        elif kind != "linear":
+            # Held-out moments may choose a smaller rank of the map.
+            assert found - frozen == expected - planned, (kind, rank)
 
 
 def test_is_a_frozen_dataclass_that_is_registered(mapper: Mapper) -> None:

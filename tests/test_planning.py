@@ -144,6 +144,9 @@ def test_a_map_that_costs_what_it_saves_is_refused_before_anything_is_read(kvbri
     assert re.match(
         r"^the map of mapper=ridge costs \d+% of the target's own prefill of 80 tokens and saves \d+%", said
     )
+    given = ("mapper.residual.kind=gelu", "mapper.residual.rank=20000")
+    said = sentence(kvbridge("run", *given, "out=out"))
+    assert said.startswith("the map of mapper=ridge with its residual branch costs ")
     assert left(tmp_path) == set()
 
 

@@ -62,8 +62,9 @@ def check_cost(settings: Settings, pair: ModelPair) -> None:
     from kvbridge.mappers.base import CostedMapper, Unfitted
 
     if isinstance(settings.mapper, CostedMapper):
-        expected = Unfitted(settings.mapper, pair.source.geometry, pair.target.geometry)
+        expected = Unfitted(settings.mapper, pair.source.geometry, pair.target.geometry, settings.residual)
         name = f"the map of mapper={settings.plain['mapper']['name']}"
+        name += " with its residual branch" if settings.residual.wanted else ""
         cost, dearest = ModelCost.of(pair.target), settings.planner.dearest
         require_saving(name, expected, provisional(settings), cost, settings.eval.prompt, dearest)
 
