@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kvbridge import compat
+from kvbridge.layer_pass import run_head
 from kvbridge.model import KVModel
 from kvbridge.states import ContentStates
 
@@ -24,7 +24,7 @@ def layer0_deviation(source: KVModel, states: ContentStates, input_ids: Int[Tens
         states: content states of the whole prompt.
         input_ids: the prompt.
     """
-    made, _ = compat.run_head(source.model, input_ids.to(source.device), 0)
+    made, _ = run_head(source.model, input_ids.to(source.device), 0)
     keys, values = made[0]
     positions = torch.arange(input_ids.shape[1], device=keys.device)
     expected = torch.stack((source.rotary.strip(keys, positions), values.float()))

@@ -17,6 +17,7 @@ from kvbridge import compat
 from kvbridge.assembly import Handoff
 from kvbridge.errors import CacheError
 from kvbridge.forms import Map
+from kvbridge.layer_pass import run_head
 from kvbridge.model import KVModel
 from kvbridge.native import NativeHead
 from kvbridge.plan import HandoffPlan
@@ -64,7 +65,7 @@ def map_tail(
             (keys[..., :start, :], values[..., :start, :])
             for keys, values in (computed_layer(handoff, layer) for layer in range(plan.native_head + 1))
         ]
-        made, residual = compat.run_head(target.model, input_ids[:, start:stop], plan.native_head, past=past)
+        made, residual = run_head(target.model, input_ids[:, start:stop], plan.native_head, past=past)
         keys, values = (torch.stack(parts) for parts in zip(*made, strict=True))
         native = NativeHead(keys, values, residual, start).states(target, start, stop)
     return mapping.apply(source_states.span(start, stop), plan.mapped_layers(target.geometry.layers), native)

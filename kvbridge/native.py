@@ -15,6 +15,7 @@ from transformers import Cache
 
 from kvbridge import compat
 from kvbridge.errors import CacheError
+from kvbridge.layer_pass import run_head, run_tail
 from kvbridge.model import KVModel
 from kvbridge.plan import HandoffPlan
 from kvbridge.states import ContentStates, check_tensors
@@ -103,7 +104,7 @@ def compute_head(
         found = [compat.layer_tensors(held, layer) for layer in range(plan.native_head + 1)]
         past = [tensors for tensors in found if tensors is not None]
     ids = input_ids[:, tokens : split.carried_stop]
-    made, residual = compat.run_head(target.model, ids, plan.native_head, past=past)
+    made, residual = run_head(target.model, ids, plan.native_head, past=past)
     keys, values = (torch.stack(parts) for parts in zip(*made, strict=True))
     return NativeHead(keys, values, residual, tokens)
 
@@ -135,7 +136,7 @@ def recompute_layers(
             f"the residual stream at the input of layer {layers.start} has shape {tuple(boundary.shape)}, expected "
             f"{(batch, tokens, geometry.hidden_size)}."
         )
-    made = compat.run_tail(target.model, boundary, layers.start, positions, past if len(layers) > 1 else ())
+    made = run_tail(target.model, boundary, layers.start, positions, past if len(layers) > 1 else ())
     for layer, (keys, values) in zip(layers, made, strict=True):
         check_tensors(keys, values, geometry, batch, tokens, f"recomputed layer {layer}")
     return made
@@ -164,4 +165,4 @@ def exact_states(
 
 def read_boundary(target: KVModel, input_ids: Int[Tensor, "B T"], layer: int) -> Float[Tensor, "B T E"]:
     """The target's own residual stream at the input of a layer, in fp32."""
-    return compat.run_head(target.model, input_ids, layer).residual[layer].float()
+    return run_head(target.model, input_ids, layer).residual[layer].float()

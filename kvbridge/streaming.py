@@ -10,11 +10,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kvbridge import compat
 from kvbridge.assembly import Handoff, assemble
 from kvbridge.carried import RotatedStates
 from kvbridge.errors import CacheError
 from kvbridge.forms import WritingMap
+from kvbridge.layer_pass import run_head
 from kvbridge.model import KVModel
 from kvbridge.native import NativeHead
 from kvbridge.plan import HandoffPlan
@@ -109,7 +109,7 @@ class HandoffStream:
         """Run the plan's native head on the tokens that were not fed before."""
         if self.plan.native_head is None or input_ids.shape[1] == self.tokens:
             return
-        made = compat.run_head(self.target.model, input_ids[:, self.tokens :], self.plan.native_head, past=self._past)
+        made = run_head(self.target.model, input_ids[:, self.tokens :], self.plan.native_head, past=self._past)
         self._past = made.layers
         self._streams.append(made.residual)
 

@@ -16,6 +16,7 @@ from kvbridge.eval.arms import mapped_arm, other_document_arm, read_context
 from kvbridge.eval.documents import Document
 from kvbridge.forms import SharedBasis
 from kvbridge.kernels import FormMap
+from kvbridge.layer_pass import run_head
 from kvbridge.model import KVModel
 from kvbridge.native import compute_head
 from kvbridge.plan import HandoffPlan
@@ -46,7 +47,7 @@ def live_residual(model: KVModel, ids: Tensor) -> list[Tensor]:
 def test_a_head_pass_gives_the_residual_stream_and_leaves_the_model_alone(architecture: str) -> None:
     model, ids = kv_model(architecture), random_ids(TOKENS, batch=2)
     before = [(layer, dict(layer._forward_pre_hooks)) for layer in compat.decoder_layers(model.model)]
-    head = compat.run_head(model.model, ids, 1)
+    head = run_head(model.model, ids, 1)
     expected = live_residual(model, ids)
     assert len(head.layers) == len(head.residual) == 2
     assert all(torch.equal(given, wanted) for given, wanted in zip(head.residual, expected, strict=False))
@@ -111,7 +112,7 @@ def test_a_later_hand_off_gives_the_map_what_follows_alone() -> None:
         kept = getattr(first.cache.layers[2], kind)
         assert torch.equal(made[:, :, :turn], kept)
     past = [compat.layer_tensors(first.cache, layer) for layer in range(2)]
-    again = compat.run_head(model.model, ids[:, turn : TOKENS - 6], 1, past=[kv for kv in past if kv is not None])
+    again = run_head(model.model, ids[:, turn : TOKENS - 6], 1, past=[kv for kv in past if kv is not None])
     torch.testing.assert_close(second.cache.layers[1].keys[:, :, : span.stop], again.layers[1][0], rtol=0, atol=1e-5)
 
 

@@ -15,6 +15,7 @@ from kvbridge.assembly import assemble, hand_off
 from kvbridge.errors import CacheError
 from kvbridge.forms import SharedBasis
 from kvbridge.kernels import FormMap
+from kvbridge.layer_pass import run_tail
 from kvbridge.native import exact_states, read_boundary
 from kvbridge.plan import HandoffPlan
 from kvbridge.variables import Span
@@ -49,7 +50,7 @@ def test_the_native_boundary_gives_the_native_keys_and_values(architecture: str,
     boundary = read_boundary(model, ids, first)[:, sinks:]
     past = [compat.layer_tensors(model.read(ids[:, :sinks]), layer) for layer in range(first, LAYERS)]
     modules = list(compat.decoder_layers(model.model))
-    made = compat.run_tail(model.model, boundary, first, torch.arange(sinks, TOKENS), past if last > 1 else ())
+    made = run_tail(model.model, boundary, first, torch.arange(sinks, TOKENS), past if last > 1 else ())
     assert len(made) == last
     for layer, tensors in zip(range(first, LAYERS), made, strict=True):
         for given, wanted in zip(tensors, compat.layer_tensors(cache, layer), strict=True):
@@ -103,7 +104,7 @@ def test_a_map_makes_the_boundary_that_the_plan_recomputes_from() -> None:
     handoff = hand_off(model, plan, mapping, model.content(model.read(ids)), ids)
     embedded = read_boundary(model, ids, 0)[:, 4:34]
     past = [compat.layer_tensors(model.read(ids[:, :4]), layer) for layer in (2, 3)]
-    expected = compat.run_tail(model.model, embedded, 2, torch.arange(4, 34), past)
+    expected = run_tail(model.model, embedded, 2, torch.arange(4, 34), past)
     for layer, (keys, values) in zip((2, 3), expected, strict=True):
         torch.testing.assert_close(handoff.cache.layers[layer].keys[:, :, 4:34], keys, rtol=0, atol=1e-5)
         torch.testing.assert_close(handoff.cache.layers[layer].values[:, :, 4:34], values, rtol=0, atol=1e-5)

@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from kvbridge import compat
 from kvbridge.errors import UnsupportedModelError
+from kvbridge.layer_pass import run_head
 from kvbridge.model import KVModel
 from kvbridge.rotary import read_rotary
 from tiny_models import (
@@ -53,7 +54,7 @@ def no_rotation(tables: tuple[Tensor, Tensor], *_: Tensor, **__: Tensor) -> tupl
 
 def first_layer_keys(model: KVModel, positions: Tensor = SCATTERED) -> Tensor:
     """Layer-0 keys `[B, H, T, D]` of two rows of random tokens."""
-    ((keys, _),) = compat.run_head(model.model, random_ids(len(positions), batch=2), 0, positions).layers
+    ((keys, _),) = run_head(model.model, random_ids(len(positions), batch=2), 0, positions).layers
     return keys
 
 

@@ -11,6 +11,7 @@ from transformers import Cache, DynamicCache
 
 from kvbridge import compat
 from kvbridge.errors import CacheError
+from kvbridge.layer_pass import run_head
 from kvbridge.model import KVModel
 from kvbridge.states import ContentStates, content_states, fill_cache
 from tiny_models import ARCHITECTURES, continue_with, kv_model, random_ids
@@ -101,9 +102,9 @@ def test_generation_from_a_filled_cache_is_the_plain_one(architecture: str, kind
 def test_positions_are_those_given() -> None:
     model = kv_model()
     positions = torch.tensor([3, 9, 40, 41, 300])
-    (stored,) = compat.run_head(model.model, random_ids(5), 0, positions).layers
+    (stored,) = run_head(model.model, random_ids(5), 0, positions).layers
     states = model.content(hand_made([stored] * 3), positions)
-    ((content, _),) = compat.run_head(model.model, random_ids(5), 0, torch.zeros(5, dtype=torch.long)).layers
+    ((content, _),) = run_head(model.model, random_ids(5), 0, torch.zeros(5, dtype=torch.long)).layers
     torch.testing.assert_close(states.keys[0], content, rtol=0, atol=1e-5)
     again = fill_cache(new_cache("dynamic", model), states, model.geometry, model.rotary)
     torch.testing.assert_close(again.layers[2].keys, stored[0], rtol=0, atol=1e-5)
