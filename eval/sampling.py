@@ -50,7 +50,10 @@ class Sampling:
         return chosen
 
     def choose(self, logits: Float[Tensor, "1 V"]) -> Int[Tensor, "1 1"]:
-        """The next token."""
+        """The next token.
+
+        Not `kvbridge.cascade.sampling`: that draws from a generator of its own, and equal seeds would give other texts.
+        """
         if self.temperature == 0:
             return logits.argmax(dim=-1, keepdim=True)
         ordered, tokens = (logits.float() / self.temperature).sort(dim=-1, descending=True)
