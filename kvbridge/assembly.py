@@ -24,13 +24,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import Cache, DynamicCache
-from transformers.cache_utils import DynamicLayer
 
 from kvbridge import compat
 from kvbridge.attended import choose_attended
@@ -40,6 +38,7 @@ from kvbridge.forms import Map, WritingMap
 from kvbridge.model import KVModel
 from kvbridge.native import NativeHead, check_held, compute_head, recompute_layers
 from kvbridge.plan import HandoffPlan, Split
+from kvbridge.slotted import slotted
 from kvbridge.states import CachedStates, ContentStates
 
 
@@ -78,21 +77,6 @@ def timed(seconds: dict[str, float], step: str, device: torch.device) -> Iterato
     seconds[step] = seconds.get(step, 0.0) + time.perf_counter() - start
 
 
-class _SlottedLayer(DynamicLayer):
-    """A cache layer of fixed length in which new tokens go to given slots instead of the end."""
-
-    def __init__(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        super().__init__()
-        self.lazy_initialization(keys, values)
-        self.buffers, self.slots = (keys, values), slots
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        keys, values = self.buffers
-        keys[:, :, self.slots] = key_states
-        values[:, :, self.slots] = value_states
-        return keys, values
-
-
 def _buffers(target: KVModel, batch: int, tokens: int) -> Tensor:
     geometry = target.geometry
     shape = (2, geometry.layers, batch, geometry.kv_heads, tokens, geometry.head_dim)
@@ -120,10 +104,6 @@ def _write_head(buffers: Tensor, head: NativeHead, plan: HandoffPlan, split: Spl
         buffers[part, : len(tensors), ..., span, :] = tensors[..., span, :]
 
 
-def _slotted(buffers: Tensor, slots: Tensor) -> Cache:
-    return Cache(layers=[_SlottedLayer(keys, values, slots) for keys, values in zip(*buffers, strict=True)])
-
-
 def _read_sinks(target: KVModel, buffers: Tensor, input_ids: Tensor, sinks: Tensor) -> None:
     """Read the sinks (positions `sinks`), with which `buffers` ends, over what is held before them."""
     seen = torch.arange(buffers.shape[-2], device=target.device)
@@ -131,7 +111,7 @@ def _read_sinks(target: KVModel, buffers: Tensor, input_ids: Tensor, sinks: Tens
         compat.run(
             compat.backbone(target.model),
             input_ids[:, sinks],
-            _slotted(buffers, sinks),
+            slotted(buffers, sinks),
             position_ids=sinks[None],
             attention_mask=compat.causal_mask(sinks, seen, target.dtype),
         )
@@ -163,7 +143,7 @@ def _forward(
         output = compat.run(
             target.model,
             input_ids[:, positions],
-            _slotted(buffers, native),
+            slotted(buffers, native),
             position_ids=positions[None],
             attention_mask=mask,
             logits_to_keep=1,
@@ -172,6 +152,41 @@ def _forward(
     for layer, (keys, values) in enumerate(zip(*buffers, strict=True)):
         compat.put_layer(cache, layer, keys, values)
     return cache, output.logits[:, -1]
+
+
+def _carry(
+    target: KVModel,
+    plan: HandoffPlan,
+    split: Split,
+    buffers: Tensor,
+    input_ids: Tensor,
+    carried: Carried,
+    seconds: dict[str, float],
+) -> tuple[int, Int[Tensor, "N"]]:
+    """Write what is carried and what is recomputed of it, and choose what is read besides.
+
+    Returns:
+        How many first tokens have been read by then, and the positions of the attended tokens.
+    """
+    layers, start = plan.mapped_layers(target.geometry.layers), split.carried_start
+    step = "map" if isinstance(carried, UnwrittenStates) else "inject"
+    with timed(seconds, step, target.device):
+        residual = inject(target, buffers, carried, layers, split)
+    read = split.held
+    if plan.tail_recompute > 1 and read < start:
+        with timed(seconds, "forward", target.device):
+            sinks = torch.arange(read, start, device=target.device)
+            _read_sinks(target, buffers[..., :start, :], input_ids, sinks)
+        read = start
+    if plan.tail_recompute:
+        with timed(seconds, "recompute", target.device):
+            _recompute(target, buffers, residual, range(layers.stop, target.geometry.layers), split)
+    if not plan.attended(split.carried):
+        return read, torch.arange(0, device=target.device)
+    with timed(seconds, "scout", target.device):
+        attended = choose_attended(target, plan, split, input_ids, partial(slotted, buffers), read)
+    # The scouts' pass leaves the sinks in their place.
+    return start, attended
 
 
 def assemble(
@@ -210,33 +225,17 @@ def assemble(
     kept = torch.arange(length, device=target.device)
     if not carries:
         kept = torch.cat((kept[:start], kept[stop:]))
-    attended = kept[:0]
     buffers = _buffers(target, input_ids.shape[0], len(kept))
     if held is not None:
         check_held(target, held, input_ids.shape[0])
         _hold(buffers, held, tokens)
-    read = tokens
+    read, attended = tokens, kept[:0]
     if carried is not None and carries:
         with timed(seconds, "head", target.device):
             head = head or compute_head(target, plan, input_ids, held)
             if head is not None:
                 _write_head(buffers, head, plan, split)
-        layers = plan.mapped_layers(target.geometry.layers)
-        step = "map" if isinstance(carried, UnwrittenStates) else "inject"
-        with timed(seconds, step, target.device):
-            residual = inject(target, buffers, carried, layers, split)
-        if plan.tail_recompute > 1 and tokens < start:
-            read = start
-            with timed(seconds, "forward", target.device):
-                _read_sinks(target, buffers[..., :start, :], input_ids, kept[tokens:start])
-        if plan.tail_recompute:
-            with timed(seconds, "recompute", target.device):
-                _recompute(target, buffers, residual, range(layers.stop, target.geometry.layers), split)
-        if plan.attended(split.carried):
-            with timed(seconds, "scout", target.device):
-                attended = choose_attended(target, plan, split, input_ids, partial(_slotted, buffers), read)
-            # The scouts' pass leaves the sinks in their place.
-            read = start
+        read, attended = _carry(target, plan, split, buffers, input_ids, carried, seconds)
     native = torch.arange(len(kept), device=target.device)
     native = torch.cat((native[read:start], attended, native[stop if carries else start :]))
     with timed(seconds, "forward", target.device):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 
 @torch.no_grad()
@@ -40,37 +41,47 @@ def prune(large: LlamaForCausalLM, small: LlamaForCausalLM, input_ids: Tensor, l
     turn = residual_directions(large, input_ids)[:, :hidden]
     small.model.embed_tokens.weight.copy_(large.model.embed_tokens.weight @ turn)
     small.model.norm.weight.fill_(large.model.norm.weight.mean())
-    groups = config.num_attention_heads // config.num_key_value_heads
-    stride = wide.num_key_value_heads // config.num_key_value_heads
     for layer, kept in zip(small.model.layers, layers, strict=True):
         source = large.model.layers[kept]
-        before, after = source.input_layernorm.weight, source.post_attention_layernorm.weight
         layer.input_layernorm.weight.fill_(1.0)
         layer.post_attention_layernorm.weight.fill_(1.0)
-        for at in range(config.num_key_value_heads):
-            head = at * stride
-            rows = _rotary_rows(head, wide.head_dim, config.head_dim)
-            into = slice(at * config.head_dim, (at + 1) * config.head_dim)
-            layer.self_attn.k_proj.weight[into] = (source.self_attn.k_proj.weight[rows] * before) @ turn
-            span = slice(head * wide.head_dim, (head + 1) * wide.head_dim)
-            written, read = source.self_attn.o_proj.weight[:, span], source.self_attn.v_proj.weight[span] * before
-            left, spread, right = torch.linalg.svd(turn.T @ written @ read @ turn)
-            root = spread[: config.head_dim].sqrt()
-            layer.self_attn.v_proj.weight[into] = root[:, None] * right[: config.head_dim]
-            for query in range(at * groups, (at + 1) * groups):
-                own = slice(query * config.head_dim, (query + 1) * config.head_dim)
-                layer.self_attn.q_proj.weight[own] = (source.self_attn.q_proj.weight[rows] * before) @ turn
-                # Heads of one group share the work of the head that they come from.
-                layer.self_attn.o_proj.weight[:, own] = left[:, : config.head_dim] * root / groups
-        neurons = (
-            (
-                (source.mlp.gate_proj.weight * after).norm(dim=1)
-                * (source.mlp.up_proj.weight * after).norm(dim=1)
-                * source.mlp.down_proj.weight.norm(dim=0)
-            )
-            .topk(config.intermediate_size)
-            .indices
-        )
-        layer.mlp.gate_proj.weight.copy_((source.mlp.gate_proj.weight[neurons] * after) @ turn)
-        layer.mlp.up_proj.weight.copy_((source.mlp.up_proj.weight[neurons] * after) @ turn)
-        layer.mlp.down_proj.weight.copy_(turn.T @ source.mlp.down_proj.weight[:, neurons])
+        _prune_attention(layer, source, turn, config, wide)
+        _prune_neurons(layer, source, turn, config.intermediate_size)
+
+
+def _prune_attention(
+    layer: LlamaDecoderLayer, source: LlamaDecoderLayer, turn: Tensor, config: LlamaConfig, wide: LlamaConfig
+) -> None:
+    """Overwrite a layer's heads; `config` is the small model's, `wide` the large one's."""
+    before = source.input_layernorm.weight
+    groups = config.num_attention_heads // config.num_key_value_heads
+    stride = wide.num_key_value_heads // config.num_key_value_heads
+    for at in range(config.num_key_value_heads):
+        head = at * stride
+        rows = _rotary_rows(head, wide.head_dim, config.head_dim)
+        into = slice(at * config.head_dim, (at + 1) * config.head_dim)
+        layer.self_attn.k_proj.weight[into] = (source.self_attn.k_proj.weight[rows] * before) @ turn
+        span = slice(head * wide.head_dim, (head + 1) * wide.head_dim)
+        written, read = source.self_attn.o_proj.weight[:, span], source.self_attn.v_proj.weight[span] * before
+        left, spread, right = torch.linalg.svd(turn.T @ written @ read @ turn)
+        root = spread[: config.head_dim].sqrt()
+        layer.self_attn.v_proj.weight[into] = root[:, None] * right[: config.head_dim]
+        for query in range(at * groups, (at + 1) * groups):
+            own = slice(query * config.head_dim, (query + 1) * config.head_dim)
+            layer.self_attn.q_proj.weight[own] = (source.self_attn.q_proj.weight[rows] * before) @ turn
+            # Heads of one group share the work of the head that they come from.
+            layer.self_attn.o_proj.weight[:, own] = left[:, : config.head_dim] * root / groups
+
+
+def _prune_neurons(layer: LlamaDecoderLayer, source: LlamaDecoderLayer, turn: Tensor, count: int) -> None:
+    """Overwrite a layer's MLP with the `count` neurons of largest weights."""
+    after = source.post_attention_layernorm.weight
+    sizes = (
+        (source.mlp.gate_proj.weight * after).norm(dim=1)
+        * (source.mlp.up_proj.weight * after).norm(dim=1)
+        * source.mlp.down_proj.weight.norm(dim=0)
+    )
+    neurons = sizes.topk(count).indices
+    layer.mlp.gate_proj.weight.copy_((source.mlp.gate_proj.weight[neurons] * after) @ turn)
+    layer.mlp.up_proj.weight.copy_((source.mlp.up_proj.weight[neurons] * after) @ turn)
+    layer.mlp.down_proj.weight.copy_(turn.T @ source.mlp.down_proj.weight[:, neurons])

@@ -79,6 +79,28 @@ def _read_spans(form: Form, layers: range, source: Side) -> tuple[Span, ...]:
     return slot_spans(form, layers, source) if isinstance(form, SlotAffine) else form.inputs
 
 
+def _products(
+    forms: Sequence[Form],
+    workspace: Workspace,
+    target: Side,
+    layers: range,
+    stored: torch.dtype,
+    device: torch.device,
+    depth: int,
+) -> Products:
+    """The products of all forms; branches come after what they add to."""
+    half = min(WIDEST // 2, (target.head_dim + 1) // 2) if not target.rotary else target.rotary // 2
+    ranks = [form.expand.shape[0] for form in forms if not isinstance(form, SlotAffine)]
+    reduce_half = choose_reduce_half(max(ranks, default=0))
+    products = Products(workspace, target, layers, stored, device, depth, half, reduce_half)
+    for form in sorted(forms, key=lambda form: isinstance(form, ResidualBranch)):
+        products.add(form)
+    missing = [str(layer) for kind in (0, 1) for layer in layers if (kind, layer) not in products.made]
+    if missing:
+        raise CacheError(f"the map does not make all keys and values of target layers {', '.join(missing)}.")
+    return products
+
+
 def compile_map(
     forms: Sequence[Form],
     layers: range,
@@ -110,16 +132,8 @@ def compile_map(
     workspace = Workspace(source, native or target)
     workspace.reserve([span for form in wanted for span in _read_spans(form, layers, source)])
     segments = workspace.segments()
-    lengths = {length for form in wanted for length in _lengths(form, workspace)}
-    half = min(WIDEST // 2, (target.head_dim + 1) // 2) if not target.rotary else target.rotary // 2
-    ranks = [form.expand.shape[0] for form in wanted if not isinstance(form, SlotAffine)]
-    depth, reduce_half = choose_depth(lengths, dtype), choose_reduce_half(max(ranks, default=0))
-    products = Products(workspace, target, layers, stored or dtype, torch.device(device), depth, half, reduce_half)
-    for form in sorted(wanted, key=lambda form: isinstance(form, ResidualBranch)):
-        products.add(form)
-    missing = [str(layer) for kind in (0, 1) for layer in layers if (kind, layer) not in products.made]
-    if missing:
-        raise CacheError(f"the map does not make all keys and values of target layers {', '.join(missing)}.")
+    depth = choose_depth({length for form in wanted for length in _lengths(form, workspace)}, dtype)
+    products = _products(wanted, workspace, target, layers, stored or dtype, torch.device(device), depth)
     entries, terms = products.entries()
     blocks, reduces = torch.cat(products.blocks), products.reduce_table()
     align = alignment(blocks[:, 0], reduces[:, :2], *_addresses(terms), *_addresses(reduces[:, HEADER:]))
@@ -144,8 +158,8 @@ def compile_map(
         depth=depth,
         even=bool((blocks[:, 2] == depth).all()),
         align=align,
-        half=half,
-        reduce_half=reduce_half,
+        half=products.half,
+        reduce_half=products.reduce_half,
         weights=tuple(products.weights.values()),
     )
 

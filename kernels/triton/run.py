@@ -56,6 +56,14 @@ def run(
     if source.slots is not None or destination.slots is not None:
         slots = torch.stack((source.slot_table(), destination.slot_table(), slots[2]))
     workspace = torch.empty((source.rows, program.pitch), dtype=program.dtype, device=device)
+    _gather(bound, tables, slots, workspace)
+    if len(program.reduces):
+        _reduce(program, workspace)
+    _expand(program, bound, destination.dtype, tables, slots, workspace)
+    return made
+
+
+def _gather(bound: Bound, tables: Tables, slots: Int[Tensor, "3 N"], workspace: Float[Tensor, "N pitch"]) -> None:
     for part in bound.gathers:
         gather(
             part.segments,
@@ -68,20 +76,20 @@ def run(
             widest=part.widest,
             align=part.align,
         )
-    if len(program.reduces):
-        reduce(
-            workspace,
-            program.reduces,
-            program.blocks,
-            program.offsets,
-            quadratic=program.quadratic,
-            stored=program.stored,
-            align=program.align,
-            even=program.even,
-            tile=_tile(program, workspace, program.reduce_half),
-        )
-    _expand(program, bound, destination.dtype, tables, slots, workspace)
-    return made
+
+
+def _reduce(program: Program, workspace: Float[Tensor, "N pitch"]) -> None:
+    reduce(
+        workspace,
+        program.reduces,
+        program.blocks,
+        program.offsets,
+        quadratic=program.quadratic,
+        stored=program.stored,
+        align=program.align,
+        even=program.even,
+        tile=_tile(program, workspace, program.reduce_half),
+    )
 
 
 def _expand(
