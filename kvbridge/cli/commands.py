@@ -189,7 +189,8 @@ def fit_command(config: DictConfig) -> None:
     check_cost(settings, pair)
     reused = dataclasses.replace(settings, moments=folder)
     bridge = fit_map(reused, pair, _calibrate(reused, pair, folder))
-    print(f"{settings.out / 'bridge'}: {bridge.parameters():,} numbers")
+    if process_state().is_main_process:
+        print(f"{settings.out / 'bridge'}: {bridge.parameters():,} numbers")
 
 
 def eval_command(config: DictConfig) -> None:
