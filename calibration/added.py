@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from kvbridge.calibration.archive import MOMENTS, CalibrationMoments
-from kvbridge.calibration.config import CalibrationConfig
 from kvbridge.calibration.draw import ADDED
 from kvbridge.errors import CalibrationError
 
@@ -16,15 +15,13 @@ OWN = tuple(
 )
 
 
-def added_moments(config: CalibrationConfig, own: dict[str, Any]) -> CalibrationMoments | None:
-    """The moments that a calibration with identity `own` is added to, if any.
+def added_moments(folder: str, own: dict[str, Any]) -> CalibrationMoments:
+    """The moments in a folder, to which those of a calibration with identity `own` are added.
 
     Raises:
         CalibrationError: they are missing, or of another pair, text or mapper.
     """
-    if config.add is None:
-        return None
-    path = Path(config.add).expanduser() / MOMENTS
+    path = Path(folder).expanduser() / MOMENTS
     moments = CalibrationMoments.load(path)
     known = moments.info["identity"]
     for key in sorted({*own, *known} - {*OWN}):

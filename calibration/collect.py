@@ -14,6 +14,7 @@ from kvbridge.calibration.archive import MOMENTS, CalibrationMoments
 from kvbridge.calibration.blocks import BlockSet
 from kvbridge.calibration.config import CalibrationConfig, identity, require_same
 from kvbridge.calibration.draw import Draw
+from kvbridge.calibration.moments import rows_per_product
 from kvbridge.calibration.products import MomentBlock, plain_blocks
 from kvbridge.calibration.rows import layer_counts, read_states, residual_layers, variables_of, widths_of
 from kvbridge.calibration.shards import finished_shards, merge_shards, parse_shard, shard_path
@@ -44,23 +45,26 @@ def _collect(
     pair: Pair,
     config: CalibrationConfig,
     blocks: frozenset[MomentBlock],
-    whole: dict[str, Any],
+    added: CalibrationMoments | None,
     path: Path,
     shard: int,
     shards: int,
 ) -> CalibrationMoments:
-    """Collect one shard into the file `path`, of the calibration whose identity is `whole`."""
+    """Collect one shard into the file `path`, of documents that `added` has not seen."""
     corpus = config.open("calibration")
-    drawn = Draw.of(whole).blocks(corpus, pair.tokenizer)
+    draw = Draw.wanted(config, None if added is None else added.info["identity"])
+    drawn = draw.parts(corpus, pair.tokenizer)[-1]
     batches = batches_of(drawn, config.batch, shard, shards)
     geometries = pair.geometry("source"), pair.geometry("target")
     layers, variables = layer_counts(*geometries), variables_of(blocks)
     if config.sketch is not None and shards > 1:
         raise UsageError("calibration.sketch needs all states in one place; start one process.")
     if config.stage:
-        return collect_staged(pair, config, corpus, blocks, drawn, batches, path)
+        return collect_staged(pair, config, corpus, blocks, added, drawn, batches, path)
     states = _LiveStates(pair, drawn, config.pairing, residual_layers(variables, layers))
-    wanted = Wanted(blocks, widths_of(variables, *geometries), layers, identity(pair, corpus, config, blocks))
+    whole = identity_with(identity(pair, corpus, config, blocks), added)
+    widths = widths_of(variables, *geometries)
+    wanted = Wanted(blocks, widths, layers, whole, rows_per_product(sum(widths.values())))
     label = "calibrate" if shards == 1 else f"calibrate {shard}/{shards}"
     return Summation(states, drawn, config, wanted, path).run(batches, label)
 
@@ -91,12 +95,19 @@ def calibrate(
     """
     require_length(pair, config.block, "calibration.block")
     blocks = plain_blocks(blocks, layer_counts(pair.geometry("source"), pair.geometry("target")))
-    own = identity(pair, config.open("calibration"), config, blocks)
-    added = added_moments(config, own)
-    whole = identity_with(own, added)
+
+    def own() -> dict[str, Any]:
+        # Of a pair whose models are loaded one at a time this loads both, so it is asked for when it is needed.
+        return identity(pair, config.open("calibration"), config, blocks)
+
+    added = None if config.add is None else added_moments(config.add, own())
+
+    def whole() -> dict[str, Any]:
+        return identity_with(own(), added)
+
     final = out / MOMENTS
     if final.exists():
-        return _reused(final, whole)
+        return _reused(final, whole())
     state = process_state()
     shard, shards = parse_shard(config.shard, state.process_index, state.num_processes)
     finished = finished_shards(out) if config.shard is None and shards == 1 else 0
@@ -105,10 +116,10 @@ def calibrate(
     if not finished:
         path = final if shards == 1 and added is None else shard_path(out, shard, shards)
         if path.exists():
-            _reused(path, own)
+            _reused(path, whole())
         else:
             with alone(path, main=True):
-                moments = _collect(pair, config, blocks, whole, path, shard, shards)
+                moments = _collect(pair, config, blocks, added, path, shard, shards)
             if path == final:
                 return moments
         if config.shard is not None:
@@ -116,7 +127,7 @@ def calibrate(
         state.wait_for_everyone()
     if not state.is_main_process:
         return None
-    return merge_shards(out, own, finished or shards, final, added)
+    return merge_shards(out, whole(), finished or shards, final, added)
 
 
 def _reused(path: Path, wanted: dict[str, Any]) -> CalibrationMoments:

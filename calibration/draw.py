@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from kvbridge.calibration.blocks import BlockSet, Openings, draw_blocks
+from kvbridge.calibration.config import CalibrationConfig
 from kvbridge.calibration.corpus import Corpus
 
 ADDED = "calibration.added"
@@ -41,31 +42,34 @@ class Draw:
         added = tuple(cls.of(each) for each in identity.get(ADDED, ()))
         return cls(**numbers, skip=identity.get("calibration.skip", 0), added=added)
 
+    @classmethod
+    def wanted(cls, config: CalibrationConfig, added: Mapping[str, Any] | None) -> Draw:
+        """The draw that settings ask for, where it adds to moments of the identity `added`."""
+        earlier = () if added is None else (cls.of(added),)
+        return cls(config.tokens, config.block, config.held_out, config.seed, config.skip, earlier)
+
     @property
     def shortest(self) -> int:
         """Tokens of the shortest blocks of all parts, by which their documents can be told apart."""
         return min(self.block, *(each.shortest for each in self.added)) if self.added else self.block
 
-    def blocks(self, corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> BlockSet:
-        """The blocks of this calibration alone.
+    def parts(self, corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> list[BlockSet]:
+        """The blocks of every calibration that is added, and of this one last.
 
         Raises:
             UsageError, CorpusError: as `draw_blocks`.
         """
-        known = Openings(self.shortest, self._earlier(corpus, tokenizer, self.shortest))
-        return draw_blocks(
+        earlier = [part for each in self.added for part in each.parts(corpus, tokenizer)]
+        seen = {row[: self.shortest].tobytes() for part in earlier for row in part.tokens}
+        own = draw_blocks(
             corpus, tokenizer, tokens=self.tokens, block=self.block, held_out=self.held_out, seed=self.seed,
-            skip=self.skip, known=known,
+            skip=self.skip, known=Openings(self.shortest, seen),
         )  # fmt: skip
+        return [*earlier, own]
 
     def splits(self, corpus: Corpus, tokenizer: PreTrainedTokenizerBase, length: int) -> dict[bytes, int]:
-        """Number of the split of every document that was drawn, by its first `length` tokens."""
-        drawn = self.blocks(corpus, tokenizer)
-        own = {row[:length].tobytes(): int(part) for row, part in zip(drawn.tokens, drawn.split, strict=True)}
-        return self._earlier(corpus, tokenizer, length) | own
-
-    def _earlier(self, corpus: Corpus, tokenizer: PreTrainedTokenizerBase, length: int) -> dict[bytes, int]:
-        found: dict[bytes, int] = {}
-        for each in self.added:
-            found |= each.splits(corpus, tokenizer, length)
+        """Number of the split of every document of all parts, by its first `length` tokens."""
+        found = {}
+        for part in self.parts(corpus, tokenizer):
+            found |= {row[:length].tobytes(): int(split) for row, split in zip(part.tokens, part.split, strict=True)}
         return found

@@ -202,11 +202,22 @@ class Moments:
                 products += centred[a].T @ centred[b]
         self.summed = total
 
-    def hold(self, rows: Mapping[str, Float[Tensor, "N p"]], precision: torch.dtype = torch.float64) -> None:
-        """Take rows of all variables, to be added together with others once there are enough for one product."""
+    def hold(
+        self,
+        rows: Mapping[str, Float[Tensor, "N p"]],
+        precision: torch.dtype = torch.float64,
+        enough: int | None = None,
+    ) -> None:
+        """Take rows of all variables, to be added together with others once there are enough for one product.
+
+        Args:
+            rows: of every variable.
+            precision: of the products.
+            enough: rows; by default as many as their width lets wait.
+        """
         # A copy, so that a few rows do not keep the whole block alive that they are a view of.
         self.held.append({name: rows[name].clone(memory_format=torch.contiguous_format) for name in self.mean})
-        if self.held_rows >= rows_per_product(sum(map(len, self.mean.values()))):
+        if self.held_rows >= (enough or rows_per_product(sum(map(len, self.mean.values())))):
             self.settle(precision)
 
     def settle(self, precision: torch.dtype = torch.float64) -> None:

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from kvbridge.calibration.added import identity_with
 from kvbridge.calibration.archive import CalibrationMoments
 from kvbridge.calibration.config import require_same
 from kvbridge.errors import CalibrationError, UsageError
@@ -38,7 +37,7 @@ def merge_shards(
 
     Args:
         out: folder of the shards.
-        wanted: identity of each.
+        wanted: identity of each, which names what is added.
         shards: how many there are.
         final: file of all.
         added: moments of other documents, which are merged too.
@@ -60,7 +59,6 @@ def merge_shards(
             merged.info[key] = combine(merged.info[key], other.info[key])
     if added is not None:
         merged.merge(added)
-        merged.info["identity"] = identity_with(wanted, added)
         for key in ("seconds", "documents"):
             merged.info[key] += added.info[key]
     merged.save(final)

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from safetensors import SafetensorError
 from torch import Tensor
 
+from kvbridge.calibration.added import identity_with
 from kvbridge.calibration.archive import CalibrationMoments, side_by_side
 from kvbridge.calibration.blocks import SPLITS, BlockSet
 from kvbridge.calibration.config import CalibrationConfig, identity, require_same
@@ -116,7 +117,9 @@ def find_sketch(
         names = [[str(Span(name, layer, layer + 1)) for name in SKETCHED] for layer in range(geometry.layers)]
         blocks = frozenset[MomentBlock]().union(*(joint_blocks(pair, []) for pair in names))
         widths = widths_of([name for pair in names for name in pair], geometry, geometry)
-        sums = Wanted(blocks, widths, layer_counts(geometry, geometry), identity)
+        sums = Wanted(
+            blocks, widths, layer_counts(geometry, geometry), identity, rows_per_product(sum(widths.values()))
+        )
         at = path.with_name(f"{path.name}.sums")
         fit = [batch for batch in batches if drawn.split[batch[0]] == SPLITS.index("fit")]
         moments = Summation(states, drawn, config, sums, at).run(fit, "sketch")
@@ -134,6 +137,7 @@ def collect_staged(
     config: CalibrationConfig,
     corpus: Corpus,
     blocks: frozenset[MomentBlock],
+    added: CalibrationMoments | None,
     drawn: BlockSet,
     batches: list[list[int]],
     path: Path,
@@ -155,7 +159,8 @@ def collect_staged(
     states.stage(
         pair, [number for batch in batches for number in batch], residual_layers(variables, layers), config.batch
     )
-    wanted = identity(pair, corpus, config, blocks)
+    wanted = identity_with(identity(pair, corpus, config, blocks), added)
+    enough = rows_per_product(sum(widths.values()))
     kept = path.with_name(f"{path.name}.sketch")
     if config.sketch is not None:
         states = replace(states, sketch=find_sketch(states.source, batches, drawn, config, wanted, geometries[0], kept))
@@ -166,7 +171,7 @@ def collect_staged(
             require_same(CalibrationMoments.load(at).info["identity"], wanted, at)
         else:
             names = pass_variables(part, passes, layers)
-            one = Wanted(part, widths_of(names, *geometries, config.sketch), layers, wanted)
+            one = Wanted(part, widths_of(names, *geometries, config.sketch), layers, wanted, enough)
             Summation(states, drawn, config, one, at).run(batches, f"sum {number}/{len(passes)}")
         found.append(CalibrationMoments.load(at))
     joined = side_by_side(found)

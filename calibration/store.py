@@ -37,9 +37,10 @@ def moments_folder(pair: Pair, config: CalibrationConfig, blocks: frozenset[Mome
 
     Raises:
         CorpusError: there is no text to calibrate on.
+        CalibrationError: the moments that these are added to are missing, or of another kind.
     """
     own = identity(pair, config.open("calibration"), config, blocks)
-    wanted = identity_with(own, added_moments(config, own))
+    wanted = identity_with(own, None if config.add is None else added_moments(config.add, own))
     folder = store / digest(wanted)
     if (folder / MOMENTS).is_file():
         return folder

@@ -41,12 +41,14 @@ class Wanted:
         widths: variables, and how wide their rows are.
         layers: how many layers each variable has.
         identity: what decides the values.
+        enough: rows that wait for one product; the same for all passes over the same states.
     """
 
     blocks: frozenset[MomentBlock]
     widths: dict[str, int]
     layers: dict[str, int]
     identity: dict[str, Any]
+    enough: int
 
     def zeros(self) -> CalibrationMoments:
         sets = {
@@ -111,7 +113,7 @@ class Summation:
         for part, tokens in zip(PARTS, (slice(0, FIRST_POSITIONS), slice(FIRST_POSITIONS, None)), strict=True):
             kept = {name: states[:, tokens] for name, states in read.items()}
             rows = {name: cut_rows(kept, name, layers[name.partition("[")[0]]) for name in self.wanted.widths}
-            moments.sets[split, part].hold(rows, self.precision)
+            moments.sets[split, part].hold(rows, self.precision, self.wanted.enough)
 
     def _resume(self) -> CalibrationMoments:
         if not self.checkpoint.exists():

@@ -138,6 +138,8 @@ class Carrier:
     ) -> tuple[Handoff | None, HandoffReport]:
         """A hand-off that the gate lets pass, which `target` does not take yet; or none, and why.
 
+        A refusal drops the stored caches that it may be the fault of, and what the memories hold of them.
+
         Args: as `carry`.
         """
         plan = replace(self.plan, native_tail=max(self.plan.native_tail, tail))
@@ -145,8 +147,10 @@ class Carrier:
             self.states.resume(self.key, tokens, target)
             self.states.resume_sinks(tokens, target, plan.sinks)
         handoff, report = self._try(plan, source, target, tokens)
-        # A stored cache may be at fault; what both models read themselves decides.
-        if report.outcome == FALLBACK and self.refuse(source, target):
+        # A stored cache may be at fault, for novelty the source's alone; what the models read themselves decides.
+        unfamiliar = any(each.check == "novelty" and not each.passed for each in report.readings)
+        suspects = [source] if unfamiliar else [source, target]
+        if report.outcome == FALLBACK and self.refuse(*suspects):
             handoff, again = self._try(plan, source, target, tokens)
             report = replace(again, readings=report.readings + again.readings)
         return handoff, report

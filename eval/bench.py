@@ -36,8 +36,10 @@ from kvbridge.pair import ModelPair
 from kvbridge.plan import HandoffPlan
 from kvbridge.states import rotated
 
-# Relative error of what a map writes against the reference; the cache's own rounding is 2e-3 in bf16.
-LIMITS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
+# Relative error of what a map writes against the reference. In bf16 the cache's own rounding is 2e-3; weights, inputs
+# and basis are rounded too, which sums of thousands of cancelling products make up to 4e-2 of a real pair's values; its
+# KL differs by 2e-3 then. What is wrong is wrong by more.
+LIMITS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 STEPS = ("head", "map", "inject", "recompute", "scout", "forward")
 
 

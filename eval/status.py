@@ -21,7 +21,8 @@ from kvbridge.processes import process_state
 STATUS = "status.json"
 # Settings that change neither what is computed nor its outcome.
 INDIFFERENT = (
-    *("out", "moments_store", "logger", "experiment", "bench", "gate", "mapper.residual.checkpoint_seconds"),
+    *("out", "moments_store", "logger", "experiment", "bench", "gate"),
+    *(f"mapper.residual.{name}" for name in ("checkpoint_seconds", "keep_readings")),
     *(f"calibration.{name}" for name in ("checkpoint_seconds", "shard", "keep_staged", "memory_gb")),
 )
 

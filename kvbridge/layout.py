@@ -36,6 +36,20 @@ from kvbridge.variables import Span
 MAP_NAME = r"[A-Za-z0-9][A-Za-z0-9_.=,+-]*"
 
 
+def moved(
+    forms: tuple[Form, ...], *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+) -> tuple[Form, ...]:
+    """Forms with weights in another dtype or on another device; what they share they go on sharing."""
+    made: list[Form] = []
+    for at, form in enumerate(forms):
+        one, holder = form.to(dtype=dtype, device=device), reduce_holder(forms, at)
+        shared = made[holder] if holder is not None and holder != at else None
+        if isinstance(one, SharedBasis) and isinstance(shared, SharedBasis):
+            one = replace(one, reduce=shared.reduce)
+        made.append(one)
+    return tuple(made)
+
+
 @dataclass(frozen=True, slots=True)
 class BridgeMap:
     """One map of a bridge.
@@ -70,15 +84,8 @@ class BridgeMap:
         return flops_per_token(self.forms, layers)
 
     def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> BridgeMap:
-        """The same map with weights in another dtype or on another device; what forms share they go on sharing."""
-        forms: list[Form] = []
-        for at, form in enumerate(self.forms):
-            made, holder = form.to(dtype=dtype, device=device), reduce_holder(self.forms, at)
-            shared = forms[holder] if holder is not None and holder != at else None
-            if isinstance(made, SharedBasis) and isinstance(shared, SharedBasis):
-                made = replace(made, reduce=shared.reduce)
-            forms.append(made)
-        return BridgeMap(tuple(forms), self.mapper, self.evidence)
+        """The same map with weights in another dtype or on another device."""
+        return BridgeMap(moved(self.forms, dtype=dtype, device=device), self.mapper, self.evidence)
 
     def distinct_tensors(self) -> dict[str, Tensor]:
         """Tensors by `{form}.{tensor}`; of a basis that forms share, the first form's alone."""

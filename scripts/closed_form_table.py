@@ -12,7 +12,7 @@ Each map is scored with everything between sinks and tail mapped, with the cache
 as many attended tokens read natively as `--budget` buys.
 
 Several processes share the documents with `--part 0/2` and `--part 1/2`; the run without it then makes the
-table of what they left.
+table of what they left. In a part the other document is the one before in that part.
 """
 
 from __future__ import annotations
@@ -149,6 +149,8 @@ def main() -> None:
     identity |= {name: bridge.fingerprint() for name, bridge in bridges.items()}
     if options.part:
         at, parts = map(int, options.part.split("/"))
+        if not 0 <= at < parts:
+            raise SystemExit(f"--part {options.part}: expected i/n with 0 ≤ i < n, such as 0/2.")
         partial = out / f"documents-{at}-of-{parts}.jsonl"
         evaluate(pair, arms, documents[at::parts], config, partial=partial, identity=identity)
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,19 @@ def test_shards_are_added_too(
     assert differences(collect(pair, settings_of(corpus, tokens=8 * BLOCK, add=str(first)), tmp_path), usual) < 1e-9
 
 
+def test_parts_of_a_calibration_that_adds_are_no_parts_of_another(
+    pair: ModelPair, corpus: Path, tmp_path: Path, first: Path
+) -> None:
+    adding = settings_of(corpus, tokens=4 * BLOCK, add=str(first))
+    for shard in range(2):
+        calibrate(pair, replace(adding, shard=f"{shard}/2"), BLOCKS, tmp_path / "out")
+    with pytest.raises(CalibrationError, match=r"00000-of-00002\.safetensors was collected with calibration\.added"):
+        calibrate(pair, settings_of(corpus, tokens=4 * BLOCK), BLOCKS, tmp_path / "out")
+    collect(pair, adding, tmp_path / "other")
+    with pytest.raises(CalibrationError, match=r"was collected with calibration\.added"):
+        calibrate(pair, replace(adding, add=str(tmp_path / "other")), BLOCKS, tmp_path / "out")
+
+
 def test_no_document_is_drawn_twice_whatever_the_length_of_its_block(
     pair: ModelPair, corpus: Path, tmp_path: Path, first: Path
 ) -> None:
@@ -63,7 +77,8 @@ def test_no_document_is_drawn_twice_whatever_the_length_of_its_block(
     last = Draw.of(collect(pair, again, tmp_path / "again").info["identity"])
     assert last.added == (draw,)
     text = longer.open("calibration")
-    parts = [each.blocks(text, pair.tokenizer).tokens[:, :BLOCK] for each in (last, draw, *draw.added)]
+    parts = [part.tokens[:, :BLOCK] for part in last.parts(text, pair.tokenizer)]
+    assert [part.shape for part in parts] == [(5, BLOCK)] * 3
     documents = [row.tobytes() for part in parts for row in part]
     assert len(documents) == len(set(documents)) == 15
     assert last.splits(text, pair.tokenizer, BLOCK).keys() == set(documents)
@@ -71,11 +86,11 @@ def test_no_document_is_drawn_twice_whatever_the_length_of_its_block(
 
 def test_documents_at_the_beginning_are_skipped(pair: ModelPair, corpus: Path) -> None:
     text = settings_of(corpus).open("calibration")
-    whole = Draw(tokens=12 * BLOCK, block=BLOCK, held_out=0.0, seed=0).blocks(text, pair.tokenizer).tokens
-    late = Draw(tokens=7 * BLOCK, block=BLOCK, held_out=0.0, seed=0, skip=5).blocks(text, pair.tokenizer).tokens
+    whole = Draw(tokens=12 * BLOCK, block=BLOCK, held_out=0.0, seed=0).parts(text, pair.tokenizer)[-1].tokens
+    late = Draw(tokens=7 * BLOCK, block=BLOCK, held_out=0.0, seed=0, skip=5).parts(text, pair.tokenizer)[-1].tokens
     assert (late == whole[5:]).all()
     with pytest.raises(CorpusError, match="gives 0 fit"):
-        Draw(tokens=BLOCK, block=BLOCK, held_out=0.0, seed=0, skip=40).blocks(text, pair.tokenizer)
+        Draw(tokens=BLOCK, block=BLOCK, held_out=0.0, seed=0, skip=40).parts(text, pair.tokenizer)
 
 
 def test_moments_of_more_text_than_asked_for_are_refused(

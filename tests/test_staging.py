@@ -125,6 +125,18 @@ def test_one_model_is_in_memory_at_a_time(
     assert found.info["identity"] == unstaged.info["identity"]
 
 
+def test_passes_of_unequal_width_sum_the_same_rows(
+    pair: ModelPair, corpus: Path, tmp_path: Path, unstaged: CalibrationMoments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    width = sum(map(len, unstaged.sets["fit", "rest"].mean.values()))
+    # Rows of all variables together reach the limit of one product after 20; those of one pass alone would later.
+    monkeypatch.setattr("kvbridge.calibration.moments.HELD_BYTES", 20 * 4 * width)
+    monkeypatch.setattr("kvbridge.calibration.moments.FEWEST_ROWS_PER_PRODUCT", 1)
+    found = collect(pair, settings_of(corpus, stage=True, memory_gb=PASSES_GB), tmp_path)
+    assert found.sets["fit", "first"].summed > 0
+    assert_same(found, unstaged, 1e-5)
+
+
 @pytest.mark.parametrize("memory", [None, PASSES_GB], ids=["one-pass", "passes"])
 @pytest.mark.parametrize("at", ["staging", "summing"])
 def test_an_interrupted_run_ends_with_the_same_bits(

@@ -187,6 +187,8 @@ def fit_command(config: DictConfig) -> None:
         raise UsageError(f"{folder / MOMENTS}: no moments there; run `kvbridge calibrate` first, or give moments=DIR.")
     pair = pair or settings.pair.load()
     check_cost(settings, pair)
+    if not (settings.residual.wanted or process_state().is_main_process):
+        return
     reused = dataclasses.replace(settings, moments=folder)
     bridge = fit_map(reused, pair, _calibrate(reused, pair, folder))
     if process_state().is_main_process:

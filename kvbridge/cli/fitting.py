@@ -51,11 +51,12 @@ def fit_map(settings: Settings, pair: ModelPair, moments: Any) -> Bridge:
     bridge = (before or empty).with_map(name, BridgeMap(forms, mapper, fitted.evidence()))
     state = process_state()
     # What was there before is read by now.
-    state.wait_for_everyone()
+    _wait(settings)
     if state.is_main_process:
         bridge.save_pretrained(folder, dtype=settings.storage)
-    state.wait_for_everyone()
+    _wait(settings)
     stored = Bridge.from_pretrained(folder, pair=pair)
+    _wait(settings)
     measured = {each["map"] for each in (*stored.points, *stored.gates)}
     if former is None or _same_maps(former, stored, measured):
         return stored
@@ -64,6 +65,12 @@ def fit_map(settings: Settings, pair: ModelPair, moments: Any) -> Bridge:
     if state.is_main_process:
         bare.save_points(folder)
     return bare
+
+
+def _wait(settings: Settings) -> None:
+    """Until all processes are here, where all of them train; where none does, the others are gone."""
+    if settings.residual.wanted:
+        process_state().wait_for_everyone()
 
 
 def _with_branch(settings: Settings, pair: ModelPair, forms: tuple[Form, ...], moments: Any) -> tuple[Form, ...]:

@@ -14,6 +14,7 @@ from kvbridge.forms import Form, SlotAffine
 from kvbridge.geometry import KVGeometry
 from kvbridge.kernels import FormMap
 from kvbridge.kernels.reference import apply_forms, rows_of
+from kvbridge.layout import moved
 from kvbridge.mappers.residual.module import ResidualModule
 from kvbridge.mappers.residual.readings import Readings
 from kvbridge.mappers.residual.unfrozen import UnfrozenForms
@@ -76,7 +77,7 @@ class AdaptedMap:
         """The forms of the map as training leaves it, on the CPU, and the branch where it adds something."""
         branch, forms = self.branch(), self.forms.forms if self.unfrozen is None else self.unfrozen.trained()
         added = [branch] if branch.expand.any() or branch.bias.any() else []
-        return *(form.to(device="cpu") for form in forms), *added
+        return *moved(forms, device="cpu"), *added
 
     def branch(self) -> ResidualBranch:
         """The branch as a form of the map."""

@@ -11,6 +11,7 @@ from kvbridge.calibration import CalibrationMoments, CorpusConfig
 from kvbridge.fingerprint import digest
 from kvbridge.forms import Form, needed_native_head
 from kvbridge.kernels import FormMap
+from kvbridge.layout import moved
 from kvbridge.mappers.residual.documents import TrainingText, training_text
 from kvbridge.mappers.residual.mapping import AdaptedMap, branch_inputs, branch_outputs, streams_read
 from kvbridge.mappers.residual.module import ResidualModule
@@ -79,7 +80,7 @@ def prepare_training(
         UsageError: processes or suffixes that do not fit.
     """
     plan, target = training_plan(forms, plan), pair.target
-    frozen_map = FormMap(tuple(form.to(device=target.device) for form in forms))
+    frozen_map = FormMap(moved(forms, device=target.device))
     frozen_map.require_plan(plan, target.geometry.layers)
     inputs, outputs = branch_inputs(forms, pair.source.geometry), branch_outputs(plan, target.geometry)
     units = units_of(moments, inputs, outputs, config.directions).to(target.device)
