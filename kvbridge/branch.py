@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -129,3 +130,30 @@ class ResidualBranch:
             self.kv_heads,
             self.head_dim,
         )
+
+
+def join_branches(branches: Iterable[ResidualBranch]) -> list[ResidualBranch]:
+    """As few branches as add the same: those of one activation that read and make the same become one.
+
+    Its rank is the sum of theirs.
+    """
+    groups: dict[tuple[str, tuple[Span, ...], tuple[Span, ...]], list[ResidualBranch]] = {}
+    for branch in branches:
+        groups.setdefault((branch.activation, branch.inputs, branch.outputs), []).append(branch)
+    return [_joined(group) if len(group) > 1 else group[0] for group in groups.values()]
+
+
+def _joined(branches: list[ResidualBranch]) -> ResidualBranch:
+    factors = range(ACTIVATIONS[branches[0].activation])
+
+    def columns(weights: list[Tensor]) -> Tensor:
+        # The branches' columns of each factor of φ stand together.
+        return torch.cat([weight.chunk(len(factors), dim=-1)[factor] for factor in factors for weight in weights], -1)
+
+    return replace(
+        branches[0],
+        reduce=columns([branch.reduce for branch in branches]),
+        offset=columns([branch.offset for branch in branches]),
+        expand=torch.cat([branch.expand for branch in branches]),
+        bias=torch.stack([branch.bias for branch in branches]).sum(dim=0),
+    )

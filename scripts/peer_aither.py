@@ -184,9 +184,10 @@ def score_caches(options: argparse.Namespace) -> None:
     pair.require(texts["settings"]["pair"], str(out))
     tokens = torch.from_numpy(np.load(out / "documents.npy"))[:, None]
     documents = [Document(n, t[:, :PROMPT], t[:, PROMPT:]) for n, t in zip(texts["names"], tokens, strict=True)]
-    config = EvalConfig(documents=len(documents), tokens=BLOCK, prompt=PROMPT, samples=0)
+    lengths = {"tokens": BLOCK, "prompt": PROMPT, "rollout": options.rollout}
+    config = EvalConfig(documents=len(documents), **lengths, samples=0)
     arms = build_arms(pair, out, ks, documents)
-    identity = texts["settings"] | {"fits": fits}
+    identity = texts["settings"] | {"fits": fits, "rollout": options.rollout}
     records = evaluate(pair, arms, documents, config, partial=out / "documents.jsonl", identity=identity)
     summary, shares = summarise_arms(records, config), cost_shares(pair, ks)
     packs = "".join(describe_pack(out, fit, summary) for fit in fits)
@@ -206,6 +207,9 @@ def main() -> None:
     for command, work in ((texts, draw_texts), (score, score_caches)):
         command.add_argument("--out", required=True)
         command.set_defaults(work=work)
+    score.add_argument(
+        "--rollout", type=int, default=32, help="greedy tokens of the target that caches are forced through"
+    )
     options = parser.parse_args()
     try:
         options.work(options)

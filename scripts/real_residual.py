@@ -5,7 +5,7 @@ For pairs whose training takes hours: every stage resumes after a kill, and `OUT
 step reads `accumulate` documents once, with `suffixes` hand-offs in each; prompts are never read again after the first
 look at a document, since states, caches and the native output lie in `OUT/readings` until the end. Processes that
 `accelerate launch` or `torchrun` starts share the documents to read, the batches of a step and the looks; the first one
-writes the bridge.
+writes the bridge. A map that has a branch of this kind already keeps it, and both are one branch in the end.
 
     python scripts/real_residual.py --source DIR --target DIR --bridge runs/joint/bridge \\
         --moments runs/joint/calibration --corpus FILE --out runs/joint_gelu kind=gelu rank=256 steps=600
@@ -59,7 +59,9 @@ def main() -> None:
     progress = trainer.checkpoint.progress
     steps = max(1, sum(stage.steps for stage in trainer.stages))
     print(f"dev KL {progress.curve[0]['dev_kl']:.4f} → {kl:.4f}; {progress.seconds / steps:.1f} s a step")
-    mapper = fitted.mapper | {"residual": asdict(settings)}
+    former = [fitted.mapper["residual"]] if "residual" in fitted.mapper else []
+    earlier = [*fitted.mapper.get("earlier_residuals", []), *former]
+    mapper = fitted.mapper | {"residual": asdict(settings)} | ({"earlier_residuals": earlier} if earlier else {})
     adapted = replace(fitted, forms=trainer.mapping.trained(), mapper=mapper)
     bridge.with_map(name, adapted).save_pretrained(out / "bridge", dtype=options.storage)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvbridge.assembly import hand_off
-from kvbridge.branch import ACTIVATIONS
+from kvbridge.branch import ACTIVATIONS, join_branches
 from kvbridge.bridge import Bridge
 from kvbridge.cli.describe import print_bridge
 from kvbridge.errors import ArtifactError, CacheError
@@ -126,6 +126,18 @@ def test_several_branches_add_up_in_any_order() -> None:
         added = residual_branch(branch, rows_of(branch.inputs, source, None), range(4))[ALL[1]]
         wanted += added.unflatten(-1, (4, 4, 32)).permute(2, 0, 3, 1, 4)
     assert relative_error(every.values, wanted) < 1e-6
+
+
+@activations
+def test_branches_of_one_kind_become_one(activation: str) -> None:
+    alike = [make_branch(JOINT, REST, activation, rank) for rank in (5, 2, 3)]
+    other = make_branch(JOINT, REST, "linear" if activation == "gelu" else "gelu")
+    joined = join_branches([alike[0], other, *alike[1:]])
+    assert [branch.rank for branch in joined] == [10, 5]
+    assert joined[1] is other
+    x = torch.randn(TOKENS, width(JOINT))
+    expected = torch.stack([expected_row(branch, x) for branch in alike]).sum(dim=0)
+    torch.testing.assert_close(expected_row(joined[0], x), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_counts_its_products() -> None:

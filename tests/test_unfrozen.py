@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvbridge.forms import Form, SharedBasis
+from kvbridge.forms import Form, SharedBasis, branches_of
 from kvbridge.kernels import FormMap
 from kvbridge.mappers import Ridge
 from kvbridge.mappers.residual.losses import mse_loss
@@ -15,7 +15,7 @@ from kvbridge.mappers.residual.unfrozen import UnfrozenForms, scales_of
 from tiny_branch import JOINT, REST, make_basis, make_branch
 from tiny_maps import SHAPES, make_form
 from tiny_models import relative_error
-from tiny_residual import PLAN, Fitted
+from tiny_residual import PLAN, Fitted, disturbed
 
 
 def shared_reduce() -> tuple[Form, ...]:
@@ -94,3 +94,16 @@ def test_the_form_makes_what_was_trained(fitted: Fitted, mapper: str) -> None:
     for given, wanted, unlike in zip(*((each.keys, each.values) for each in (whole, made, before)), strict=True):
         assert relative_error(given, wanted.detach()) < 1e-5
         assert relative_error(unlike, wanted.detach()) > 1e-4
+
+
+def test_a_trained_branch_is_trained_on(fitted: Fitted) -> None:
+    first = disturbed(fitted.adapted()).trained()
+    mapping, readings = disturbed(replace(fitted, forms=first).adapted().with_unfrozen()), fitted.readings()
+    made = mapping.mapped(readings, 48)
+    whole = mapping.trained()
+    assert [branch.rank for branch in branches_of(first)] == [6]
+    assert [branch.rank for branch in branches_of(whole)] == [12]
+    source, native = readings.source.span(4, 48), mapping.native(readings, 4, 48)
+    given = FormMap(whole).apply(source, PLAN.mapped_layers(4), native)
+    assert relative_error(given.keys, made.keys.detach()) < 1e-5
+    assert relative_error(given.values, made.values.detach()) < 1e-5

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from kvbridge.branch import ResidualBranch
-from kvbridge.forms import Form, SlotAffine
+from kvbridge.branch import ResidualBranch, join_branches
+from kvbridge.forms import Form, SlotAffine, branches_of, frozen_forms
 from kvbridge.geometry import KVGeometry
 from kvbridge.kernels import FormMap
 from kvbridge.kernels.reference import apply_forms, rows_of
@@ -74,10 +74,14 @@ class AdaptedMap:
         return named | ({} if self.unfrozen is None else dict(self.unfrozen.named_parameters()))
 
     def trained(self) -> tuple[Form, ...]:
-        """The forms of the map as training leaves it, on the CPU, and the branch where it adds something."""
+        """The forms of the map as training leaves it, on the CPU, and the branch where it adds something.
+
+        Where the map had a branch of its kind before, both are one now.
+        """
         branch, forms = self.branch(), self.forms.forms if self.unfrozen is None else self.unfrozen.trained()
         added = [branch] if branch.expand.any() or branch.bias.any() else []
-        return *moved(forms, device="cpu"), *added
+        forms = moved(forms, device="cpu")
+        return *frozen_forms(forms), *join_branches([*branches_of(forms), *added])
 
     def branch(self) -> ResidualBranch:
         """The branch as a form of the map."""
