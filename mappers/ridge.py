@@ -21,7 +21,7 @@ from kvbridge.errors import CalibrationError, UsageError
 from kvbridge.forms import KINDS, SlotAffine, input_slot
 from kvbridge.geometry import KVGeometry
 from kvbridge.mappers.base import FittedMap, own_kind_blocks
-from kvbridge.mappers.regression import explained_squares, head_r2, held_out_r2, ridge_solve, slot_columns
+from kvbridge.mappers.regression import explained_squares, fitted_slots, head_r2, ridge_solve, slot_columns
 
 SCALES = ("absolute", "correlation")
 HEADS = ("all", "matched")
@@ -111,11 +111,8 @@ class Ridge:
         ranked = rank_layers(fit, source, target).topk(count, dim=1).indices
         # Mixing layers is order-free; ascending order keeps the slot table readable and the gather sequential.
         chosen = ranked.sort(dim=1).values
-        forms = {kind: self._fit_kind(kind, fit, chosen, source, target) for kind in KINDS}
-        held_out = moments.sets["held_out", "rest"]
-        r2 = {kind: held_out_r2(forms[kind], kind, held_out, source) for kind in KINDS} if held_out.rows else {}
-        selected = chosen.tolist()
-        return FittedMap(tuple(forms.values()), dict.fromkeys(KINDS, selected), r2, fit.rows / features)
+        forms = tuple(self._fit_kind(kind, fit, chosen, source, target) for kind in KINDS)
+        return fitted_slots(forms, chosen.tolist(), moments, source, fit.rows / features)
 
     def _slots(self, kind: str, layers: list[int], head: int, source: KVGeometry, target: KVGeometry) -> list[int]:
         """Input slots of one target head."""

@@ -489,7 +489,7 @@ def test_a_useless_map_has_a_negative_r2() -> None:
     moments = moments_of({("fit", "rest"): rows}, Ridge().blocks()).sets["fit", "rest"]
     slots = torch.zeros(LARGE.layers, LARGE.kv_heads, 1, dtype=torch.int32)
     zero = SlotAffine("keys", slots, torch.zeros(*slots.shape, 4, 5), torch.zeros(LARGE.layers, LARGE.kv_heads, 5))
-    found = held_out_r2(zero, "keys", moments, SMALL)
+    found = held_out_r2(zero, moments, SMALL)
     wanted = rows["target.keys"][:, columns([1], [2], LARGE)]
     assert found[1][2] == pytest.approx(r2_score(wanted, np.zeros_like(wanted), multioutput="variance_weighted"))
     assert found[1][2] < -1
