@@ -10,6 +10,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from kvbridge.calibration.blocks import SPLITS
+from kvbridge.calibration.config import require_same
 from kvbridge.calibration.moments import PARTS, Moments, no_products
 from kvbridge.calibration.products import MomentBlock
 from kvbridge.calibration.sketch import Sketch, sketched
@@ -105,6 +106,17 @@ class CalibrationMoments:
         except (SafetensorError, KeyError, ValueError, TypeError, AttributeError) as error:
             raise damaged(path, error) from error
         return loaded
+
+
+def load_same(path: Path, identity: dict[str, Any]) -> CalibrationMoments:
+    """Open moments that must be of the calibration with this identity.
+
+    Raises:
+        CalibrationError: the file is missing or damaged, or of other settings.
+    """
+    moments = CalibrationMoments.load(path)
+    require_same(moments.info["identity"], identity, path)
+    return moments
 
 
 def side_by_side(parts: list[CalibrationMoments]) -> CalibrationMoments:

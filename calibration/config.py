@@ -10,9 +10,7 @@ from typing import Any
 import torch
 
 from kvbridge.calibration.corpus import Corpus, CorpusConfig
-from kvbridge.calibration.products import MomentBlock, missing_products, plain_blocks
-from kvbridge.calibration.rows import layer_counts
-from kvbridge.calibration.sketch import sketched
+from kvbridge.calibration.products import MomentBlock, missing_products
 from kvbridge.errors import CalibrationError, UsageError
 from kvbridge.pair import Pair, pair_identity
 
@@ -98,22 +96,13 @@ def identity(pair: Pair, corpus: Corpus, config: CalibrationConfig, blocks: Iter
     Two runs may share moments if these are equal.
     """
     optional = {"calibration.sketch": config.sketch, "calibration.skip": config.skip or None}
-    gathered = plain_blocks(blocks, layer_counts(pair.geometry("source"), pair.geometry("target")))
-    if config.sketch is not None:
-        gathered = sketched(gathered)
+    settings = ("text_field", "tokens", "block", "held_out", "seed", "batch", "precision", "pairing")
     return {key: value for key, value in optional.items() if value is not None} | {
         **{f"pair.{part}": value for part, value in pair_identity(pair).items()},
         "pair.dtype": f"{pair.dtype('source')}/{pair.dtype('target')}",
         "calibration.corpus": corpus.fingerprint,
-        "calibration.text_field": config.text_field,
-        "calibration.tokens": config.tokens,
-        "calibration.block": config.block,
-        "calibration.held_out": config.held_out,
-        "calibration.seed": config.seed,
-        "calibration.batch": config.batch,
-        "calibration.precision": config.precision,
-        "calibration.pairing": config.pairing,
-        "moment blocks": sorted(f"{a}×{b}" for a, b in gathered),
+        **{f"calibration.{name}": getattr(config, name) for name in settings},
+        "moment blocks": sorted(f"{a}×{b}" for a, b in blocks),
     }
 
 

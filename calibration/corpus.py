@@ -117,6 +117,10 @@ def _hash_files(files: list[Path]) -> str:
     return hasher.hexdigest()[:16]
 
 
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def _open_local(path: Path, field: str) -> Corpus:
     import datasets
 
@@ -135,8 +139,7 @@ def _open_local(path: Path, field: str) -> Corpus:
         cause = error.__cause__ or error
         if isinstance(cause, StopIteration):
             raise CorpusError(f"corpus {path} holds no document.") from error
-        first_line = (str(cause).strip() or type(cause).__name__).splitlines()[0]
-        raise CorpusError(f"corpus {path} could not be read as {kind}: {first_line}") from error
+        raise CorpusError(f"corpus {path} could not be read as {kind}: {_first_line(cause)}") from error
     if len(data) == 0 or (kind == ".txt" and not any(data["text"])):
         raise CorpusError(f"corpus {path} holds no document.")
     return Corpus(str(path), _hash_files(files), data, field)
@@ -148,9 +151,9 @@ def _open_hub(name: str, config: str | None, split: str, revision: str | None, f
     try:
         data = datasets.load_dataset(name, config, split=split, revision=revision, streaming=True)
     except Exception as error:
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CorpusError(
-            f"corpus {name!r} is neither a local file or folder nor a dataset that could be streamed: {first_line}"
+            f"corpus {name!r} is neither a local file or folder nor a dataset that could be streamed: "
+            f"{_first_line(error)}"
         ) from error
     return Corpus(name, digest([name, config, split, revision]), data, field)
 

@@ -72,7 +72,9 @@ def fit_novelty(moments: CalibrationMoments, source: KVGeometry, target: KVGeome
     )
 
 
-def _factor(fit: Moments, kind: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _factor(
+    fit: Moments, kind: str
+) -> tuple[Float[Tensor, "p"], Float[Tensor, "p"], Float[Tensor, "p R"], Float[Tensor, "R"], Float[Tensor, ""]]:
     """Mean, spread, directions, variances and the rest's variance of one kind."""
     name = source_variable(kind)
     spread = (fit.squares([name]) / fit.rows).sqrt()

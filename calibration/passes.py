@@ -16,9 +16,9 @@ def plan_passes(
     widths: Mapping[str, int],
     layers: Mapping[str, int],
     sets: int,
-    memory: float | None,
+    memory_gb: float | None,
 ) -> list[frozenset[MomentBlock]]:
-    """Cut products into passes whose sums take no more than `memory` bytes each.
+    """Cut products into passes whose sums take no more than `memory_gb` each.
 
     Of two variables the one of more layers is cut. All products with one of its layers are summed in one pass, and
     neighbouring layers are one variable of that pass, such as `target.keys[0:8]`.
@@ -28,14 +28,15 @@ def plan_passes(
         widths: of every variable's rows.
         layers: how many layers each variable has.
         sets: sets of moments whose sums are in memory at once.
-        memory: bytes; `None` for no limit.
+        memory_gb: in 10⁹ bytes; `None` for no limit.
 
     Raises:
         UsageError: one layer takes more than that.
     """
     wanted = frozenset(blocks)
-    if memory is None:
+    if memory_gb is None:
         return [wanted]
+    memory = memory_gb * 1e9
     passes: list[list[tuple[Extent, frozenset[str]]]] = []
     room = 0.0
     for extent, inputs in _layers(wanted, layers):
@@ -44,7 +45,7 @@ def plan_passes(
         needed = SUM_BYTES * sets * width * sum(widths[a] for a in inputs)
         if needed > memory:
             raise UsageError(
-                f"calibration.memory_gb={memory / 1e9:g}: the products with one layer of {extent.variable} alone take "
+                f"calibration.memory_gb={memory_gb:g}: the products with one layer of {extent.variable} alone take "
                 f"{needed / 1e9:.3g}; give more, or calibration.sketch for fewer inputs."
             )
         if needed > room:

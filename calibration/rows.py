@@ -16,13 +16,12 @@ from kvbridge import compat
 from kvbridge.calibration.moments import CACHE_VARIABLES
 from kvbridge.calibration.products import KNOWN, SKETCH, Extent, MomentBlock
 from kvbridge.forms import KINDS
-from kvbridge.geometry import KVGeometry
 from kvbridge.model import KVModel
 from kvbridge.states import normed
-from kvbridge.variables import VARIABLES, Span
+from kvbridge.variables import VARIABLES, CacheShape, Span
 
 
-def layer_counts(source: KVGeometry, target: KVGeometry) -> dict[str, int]:
+def layer_counts(source: CacheShape, target: CacheShape) -> dict[str, int]:
     """How many layers each variable has."""
     depth = {"source": source.layers, "target": target.layers}
     return {name: depth[name.split(".")[0]] for name in KNOWN}
@@ -33,7 +32,7 @@ def variables_of(blocks: Iterable[MomentBlock]) -> list[str]:
     return sorted({*CACHE_VARIABLES, *(name for block in blocks for name in block)})
 
 
-def layer_widths(source: KVGeometry, target: KVGeometry, sketch: int | None = None) -> dict[str, int]:
+def layer_widths(source: CacheShape, target: CacheShape, sketch: int | None = None) -> dict[str, int]:
     """Width of one layer's rows of each variable; a sketch cannot be wider than what it stands for."""
     geometries = {"source": source, "target": target}
     widths = {name: Span(name, 0, 1).width(geometries[name.split(".")[0]]) for name in VARIABLES}
@@ -42,7 +41,7 @@ def layer_widths(source: KVGeometry, target: KVGeometry, sketch: int | None = No
 
 
 def widths_of(
-    names: Iterable[str], source: KVGeometry, target: KVGeometry, sketch: int | None = None
+    names: Iterable[str], source: CacheShape, target: CacheShape, sketch: int | None = None
 ) -> dict[str, int]:
     """Width of each variable's rows; `sketch` numbers per source layer."""
     layers, one = layer_counts(source, target), layer_widths(source, target, sketch)

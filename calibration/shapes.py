@@ -18,7 +18,7 @@ class ModelShape:
     Attributes:
         name: what to call it.
         layers: decoder layers.
-        hidden: width of the residual stream.
+        hidden_size: width of the residual stream.
         query_heads: query heads per layer.
         kv_heads: key-value heads per layer.
         head_dim: width of one head.
@@ -29,7 +29,7 @@ class ModelShape:
 
     name: str
     layers: int
-    hidden: int
+    hidden_size: int
     query_heads: int
     kv_heads: int
     head_dim: int
@@ -43,24 +43,29 @@ class ModelShape:
         return self.kv_heads * self.head_dim
 
     @property
+    def width(self) -> int:
+        """Those of all layers."""
+        return self.layers * self.kv_width
+
+    @property
     def layer_weights(self) -> int:
         """Weights of one decoder layer's products."""
-        attention = 2 * self.hidden * self.head_dim * (self.query_heads + self.kv_heads)
-        return attention + 3 * self.hidden * self.intermediate
+        attention = 2 * self.hidden_size * self.head_dim * (self.query_heads + self.kv_heads)
+        return attention + 3 * self.hidden_size * self.intermediate
 
     @property
     def parameters(self) -> int:
         """All weights but biases and norms, which are few."""
-        return self.layers * self.layer_weights + self.hidden * self.vocabulary * (1 if self.tied else 2)
+        return self.layers * self.layer_weights + self.hidden_size * self.vocabulary * (1 if self.tied else 2)
 
     def cost(self) -> ModelCost:
         """Operation counts of the model."""
         return ModelCost(
             layers=self.layers,
             per_token=2 * self.layer_weights,
-            projections=2 * self.hidden * self.head_dim * (self.query_heads + 2 * self.kv_heads),
+            projections=2 * self.hidden_size * self.head_dim * (self.query_heads + 2 * self.kv_heads),
             per_pair=4 * self.query_heads * self.head_dim,
-            head=2 * self.hidden * self.vocabulary,
+            head=2 * self.hidden_size * self.vocabulary,
         )
 
     @classmethod
@@ -76,7 +81,7 @@ class ModelShape:
             return cls(
                 name=name,
                 layers=text.num_hidden_layers,
-                hidden=text.hidden_size,
+                hidden_size=text.hidden_size,
                 query_heads=heads,
                 kv_heads=getattr(text, "num_key_value_heads", None) or heads,
                 head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,

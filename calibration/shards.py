@@ -6,8 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from kvbridge.calibration.archive import CalibrationMoments
-from kvbridge.calibration.config import require_same
+from kvbridge.calibration.archive import CalibrationMoments, load_same
 from kvbridge.errors import CalibrationError, UsageError
 
 
@@ -49,11 +48,9 @@ def merge_shards(
     missing = [path.name for path in paths if not path.is_file()]
     if missing:
         raise CalibrationError(f"{out} lacks {', '.join(missing)}; collect the missing shards before merging.")
-    merged = CalibrationMoments.load(paths[0])
-    require_same(merged.info["identity"], wanted, paths[0])
+    merged = load_same(paths[0], wanted)
     for path in paths[1:]:
-        other = CalibrationMoments.load(path)
-        require_same(other.info["identity"], wanted, path)
+        other = load_same(path, wanted)
         merged.merge(other)
         for key, combine in (("seconds", max), ("peak_memory_bytes", max), ("tokens_per_second", lambda a, b: a + b)):
             merged.info[key] = combine(merged.info[key], other.info[key])

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from rich.table import Table
 
 from kvbridge.calibration.moments import rows_per_product
 from kvbridge.calibration.passes import SUM_BYTES, plan_passes
-from kvbridge.calibration.products import KNOWN, SKETCH, Extent, MomentBlock, joint_blocks
-from kvbridge.calibration.rows import residual_layers
+from kvbridge.calibration.products import SKETCH, MomentBlock, joint_blocks, plain_blocks
+from kvbridge.calibration.rows import layer_counts, residual_layers, widths_of
 from kvbridge.calibration.shapes import ModelShape
 from kvbridge.calibration.sketch import SKETCHED, sketched
-from kvbridge.errors import UsageError
+from kvbridge.calibration.staging import token_bytes
 
 # Weights, states and maps in bf16; rows that wait for a product, and solutions, in fp32 and fp64.
 HALF, SINGLE, DOUBLE = 2, 4, 8
@@ -45,6 +45,30 @@ class SizeSettings:
     rank: int = 1024
     prompt: int = 4096
 
+    @property
+    def sets(self) -> int:
+        """Sets of moments whose sums are in memory at once; those of first positions are few rows."""
+        return 2 if self.held_out else 1
+
+
+@dataclass(frozen=True, slots=True)
+class MapSize:
+    """What a map takes.
+
+    Attributes:
+        flops: operations per token.
+        bytes: its weights in bf16.
+        share: its operations as a share of the target's prefill of the planned prompt.
+    """
+
+    flops: int
+    bytes: int
+    share: float
+
+    @classmethod
+    def of(cls, weights: int, target: ModelShape, prompt: int) -> MapSize:
+        return cls(2 * weights, weights * HALF, 2 * weights * prompt / target.cost().prefill(prompt))
+
 
 @dataclass(frozen=True, slots=True)
 class CalibrationSizes:
@@ -63,12 +87,8 @@ class CalibrationSizes:
         cross: bytes of their products with the outputs, both splits.
         passes: passes over the staged states.
         peaks: bytes in memory per stage, with one model resident where one is.
-        joint_flops: operations per token of a full-rank map.
-        joint_bytes: its weights in bf16.
-        basis_flops: operations per token of a shared basis of the planned rank.
-        basis_bytes: its weights in bf16.
-        joint_share: operations of the full-rank map as a share of the target's prefill of the prompt.
-        basis_share: those of the shared basis.
+        joint: a full-rank map.
+        basis: a shared basis of the planned rank.
     """
 
     source: ModelShape
@@ -83,12 +103,8 @@ class CalibrationSizes:
     cross: int
     passes: int
     peaks: dict[str, int]
-    joint_flops: int
-    joint_bytes: int
-    basis_flops: int
-    basis_bytes: int
-    joint_share: float
-    basis_share: float
+    joint: MapSize
+    basis: MapSize
 
     @property
     def rows_per_feature(self) -> float:
@@ -99,39 +115,17 @@ class CalibrationSizes:
         return max(self.peaks.values()) <= memory_gb * 1e9
 
 
-def _layer_widths(source: ModelShape, target: ModelShape, settings: SizeSettings) -> dict[str, int]:
-    both = 2 * source.kv_width
-    kept = both if settings.sketch is None else min(settings.sketch, both)
-    widths = dict.fromkeys(KNOWN, target.hidden)
-    widths |= dict.fromkeys(("target.keys", "target.values"), target.kv_width)
-    return widths | dict.fromkeys(SKETCHED, source.kv_width) | {SKETCH: kept}
-
-
-def _width(names: Iterable[str], widths: dict[str, int], layers: dict[str, int]) -> int:
-    """Numbers in one row of some variables.
-
-    Raises:
-        UsageError: a variable is none.
-    """
-    extents = [Extent.of(name, layers) for name in names]
-    unknown = [extent.variable for extent in extents if extent.variable not in layers]
-    if unknown:
-        raise UsageError(f"{unknown[0]} is no variable of a map; expected one of {', '.join(KNOWN)}.")
-    return sum(len(extent) * widths[extent.variable] for extent in extents)
-
-
 def _passes(
-    blocks: frozenset[MomentBlock], widths: dict[str, int], layers: dict[str, int], settings: SizeSettings
+    blocks: frozenset[MomentBlock], source: ModelShape, target: ModelShape, settings: SizeSettings
 ) -> tuple[int, int]:
     """How many passes there are, and the bytes of the largest one's sums."""
-    memory = None if settings.memory_gb is None else settings.memory_gb * 1e9
-    sets = 2 if settings.held_out else 1
-    whole = {name: _width([name], widths, layers) for block in blocks for name in block}
-    passes = plan_passes(blocks, whole, layers, sets, memory)
-    return len(passes), max(
-        sum(_width([a], widths, layers) * _width([b], widths, layers) for a, b in part) * SUM_BYTES * sets
-        for part in passes
-    )
+
+    def widths(part: frozenset[MomentBlock]) -> dict[str, int]:
+        return widths_of((name for block in part for name in block), source, target, settings.sketch)
+
+    passes = plan_passes(blocks, widths(blocks), layer_counts(source, target), settings.sets, settings.memory_gb)
+    summed = [sum(wide[a] * wide[b] for a, b in part) for part, wide in zip(passes, map(widths, passes), strict=True)]
+    return len(passes), max(summed) * SUM_BYTES * settings.sets
 
 
 def calibration_sizes(source: ModelShape, target: ModelShape, settings: SizeSettings) -> CalibrationSizes:
@@ -140,27 +134,26 @@ def calibration_sizes(source: ModelShape, target: ModelShape, settings: SizeSett
     Raises:
         UsageError: a variable is none, or the memory does not suffice for one layer.
     """
-    layers = {name: (source if name.startswith("source.") else target).layers for name in KNOWN}
-    widths = _layer_widths(source, target, settings)
+    layers = layer_counts(source, target)
     inputs = (*SKETCHED, *settings.inputs)
-    blocks = joint_blocks(inputs, settings.outputs)
+    blocks = plain_blocks(joint_blocks(inputs, settings.outputs), layers)
+    passes, sums = _passes(blocks if settings.sketch is None else sketched(blocks), source, target, settings)
     features = inputs if settings.sketch is None else (SKETCH, *settings.inputs)
-    p, raw, q = (_width(names, widths, layers) for names in (features, inputs, settings.outputs))
-    passes, sums = _passes(blocks if settings.sketch is None else sketched(blocks), widths, layers, settings)
+    p, raw, q = (
+        sum(widths_of(names, source, target, settings.sketch).values())
+        for names in (features, inputs, settings.outputs)
+    )
     streams = residual_layers((*settings.inputs, *settings.outputs), layers)
-    source_token = 2 * source.layers * source.kv_width * HALF
-    target_token = (2 * target.layers * target.kv_width + len(streams) * target.hidden) * HALF
-    sets = 2 if settings.held_out else 1
-    total = round(settings.tokens * (1 + settings.held_out))
-    prefill = target.cost().prefill(settings.prompt)
+    source_token, target_token = (
+        token_bytes(model, torch.bfloat16, kept) for model, kept in ((source, 0), (target, len(streams)))
+    )
     width = p + max(q // passes, 1)
-    held = rows_per_product(width) * width * (SINGLE + DOUBLE)
-    sketch = 3 * source.layers * source.kv_width**2 * DOUBLE * sets
+    sketch = 3 * source.layers * source.kv_width**2 * DOUBLE * settings.sets
     peaks = {
         "stage source": source.parameters * HALF + settings.block * source_token * (1 + SINGLE // HALF),
         "stage target": target.parameters * HALF + settings.block * target_token * (1 + SINGLE // HALF),
         **({"sketch": sketch} if settings.sketch else {}),
-        "sum": sums + held,
+        "sum": sums + rows_per_product(width) * width * (SINGLE + DOUBLE),
         "fit": 3 * p * p * DOUBLE + 2 * p * target.kv_width * DOUBLE,
     }
     return CalibrationSizes(
@@ -168,20 +161,16 @@ def calibration_sizes(source: ModelShape, target: ModelShape, settings: SizeSett
         target=target,
         settings=settings,
         staged_per_token=source_token + target_token,
-        staged=total * (source_token + target_token),
+        staged=round(settings.tokens * (1 + settings.held_out)) * (source_token + target_token),
         features=p,
         inputs=raw,
         outputs=q,
-        gram=p * p * DOUBLE * sets,
-        cross=p * q * DOUBLE * sets,
+        gram=p * p * DOUBLE * settings.sets,
+        cross=p * q * DOUBLE * settings.sets,
         passes=passes,
         peaks=peaks,
-        joint_flops=2 * raw * q,
-        joint_bytes=raw * q * HALF,
-        basis_flops=2 * settings.rank * (raw + q),
-        basis_bytes=settings.rank * (raw + q) * HALF,
-        joint_share=2 * raw * q * settings.prompt / prefill,
-        basis_share=2 * settings.rank * (raw + q) * settings.prompt / prefill,
+        joint=MapSize.of(raw * q, target, settings.prompt),
+        basis=MapSize.of(settings.rank * (raw + q), target, settings.prompt),
     )
 
 
@@ -210,10 +199,10 @@ def sizes_table(sizes: CalibrationSizes) -> Table:
         ("cross products, both splits", _amount(sizes.cross)),
         ("passes over the staged states", str(sizes.passes)),
         *((f"peak memory: {stage}", _amount(peak)) for stage, peak in sizes.peaks.items()),
-        ("full-rank map, bf16", _amount(sizes.joint_bytes)),
-        (f"full-rank map, share of a prefill of {settings.prompt:,}", f"{100 * sizes.joint_share:.1f} %"),
-        (f"shared basis of rank {settings.rank:,}, bf16", _amount(sizes.basis_bytes)),
-        (f"shared basis, share of a prefill of {settings.prompt:,}", f"{100 * sizes.basis_share:.1f} %"),
+        ("full-rank map, bf16", _amount(sizes.joint.bytes)),
+        (f"full-rank map, share of a prefill of {settings.prompt:,}", f"{100 * sizes.joint.share:.1f} %"),
+        (f"shared basis of rank {settings.rank:,}, bf16", _amount(sizes.basis.bytes)),
+        (f"shared basis, share of a prefill of {settings.prompt:,}", f"{100 * sizes.basis.share:.1f} %"),
     ):
         table.add_row(name, value)
     return table

@@ -6,28 +6,25 @@ import gc
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from safetensors import SafetensorError
 from torch import Tensor
 
-from kvbridge.calibration.added import identity_with
-from kvbridge.calibration.archive import CalibrationMoments, side_by_side
+from kvbridge.calibration.archive import CalibrationMoments, load_same, side_by_side
 from kvbridge.calibration.blocks import SPLITS, BlockSet
-from kvbridge.calibration.config import CalibrationConfig, identity, require_same
-from kvbridge.calibration.corpus import Corpus
+from kvbridge.calibration.config import CalibrationConfig
 from kvbridge.calibration.moments import rows_per_product
 from kvbridge.calibration.passes import pass_variables, plan_passes
 from kvbridge.calibration.products import SKETCH, MomentBlock, joint_blocks
-from kvbridge.calibration.rows import layer_counts, residual_layers, variables_of, widths_of
-from kvbridge.calibration.sketch import SKETCHED, Sketch, principal_directions, sketched
+from kvbridge.calibration.request import Request
+from kvbridge.calibration.rows import residual_layers, variables_of
+from kvbridge.calibration.sketch import SKETCHED, Sketch, principal_directions
 from kvbridge.calibration.staging import StagedStates, stage_model
 from kvbridge.calibration.sums import FIRST_POSITIONS, Summation, Wanted
 from kvbridge.calibration.tensorfile import TensorFile, damaged, write_tensors
 from kvbridge.fingerprint import digest
-from kvbridge.geometry import KVGeometry
 from kvbridge.pair import ROLES, Pair
 from kvbridge.variables import Span
 
@@ -55,20 +52,18 @@ class StagedPair:
         source, target = (StagedStates(folder / role, role) for role in ROLES)
         return cls(source, target, drawn, pairing)
 
-    def partners(self, numbers: list[int]) -> list[int]:
-        return [self.drawn.partner(number, self.pairing) for number in numbers]
-
     def read(self, numbers: list[int]) -> dict[str, Float[Tensor, "B T p"]]:
         """States of both models, as they were staged, and the source's sketch."""
         read = self.source.read(numbers)
         stands = {} if self.sketch is None else {SKETCH: self.sketch.rows(read)}
-        return read | stands | self.target.read(self.partners(numbers))
+        return read | stands | self.target.read(self.drawn.partners(numbers, self.pairing))
 
     def stage(self, pair: Pair, numbers: list[int], residuals: tuple[int, ...], batch: int) -> None:
         """Stage what is missing, one model after the other."""
         stage_model(pair, self.drawn, numbers, self.source, (), batch)
         _let_go()
-        stage_model(pair, self.drawn, sorted(self.partners(numbers)), self.target, residuals, batch)
+        partners = sorted(self.drawn.partners(numbers, self.pairing))
+        stage_model(pair, self.drawn, partners, self.target, residuals, batch)
         _let_go()
 
     def remove(self) -> None:
@@ -93,37 +88,35 @@ def staging_folder(config: CalibrationConfig, path: Path) -> Path:
     return path.parent / name if config.stage is True else Path(str(config.stage)).expanduser() / (shard and name)
 
 
-def sets_summed(drawn: BlockSet, batches: list[list[int]], width: int) -> int:
-    """How many sets of moments of so wide rows need memory for their sums; few first positions stay rows."""
+def sets_summed(drawn: BlockSet, batches: list[list[int]], enough: int) -> int:
+    """How many sets of moments need memory for their sums; first positions stay rows where they are not `enough`."""
     counts = [sum(len(batch) for batch in batches if drawn.split[batch[0]] == split) for split in range(len(SPLITS))]
-    return sum((count > 0) + (count * FIRST_POSITIONS >= rows_per_product(width)) for count in counts)
+    return sum((count > 0) + (count * FIRST_POSITIONS >= enough) for count in counts)
 
 
-def find_sketch(
-    states: StagedStates,
-    batches: list[list[int]],
-    drawn: BlockSet,
-    config: CalibrationConfig,
-    identity: dict[str, Any],
-    geometry: KVGeometry,
-    path: Path,
-) -> Sketch:
+def find_sketch(request: Request, states: StagedPair, batches: list[list[int]], kept: int, path: Path) -> Sketch:
     """The sketch of staged source states, kept in the file `path` so that a resumed run goes on with the same one.
+
+    Args:
+        request: the moments that it is for.
+        states: what was staged.
+        batches: block numbers.
+        kept: directions of each layer.
+        path: of the sketch.
 
     Raises:
         CalibrationError: the file is damaged.
     """
     if not path.exists():
-        names = [[str(Span(name, layer, layer + 1)) for name in SKETCHED] for layer in range(geometry.layers)]
-        blocks = frozenset[MomentBlock]().union(*(joint_blocks(pair, []) for pair in names))
-        widths = widths_of([name for pair in names for name in pair], geometry, geometry)
-        sums = Wanted(
-            blocks, widths, layer_counts(geometry, geometry), identity, rows_per_product(sum(widths.values()))
-        )
+        depth = request.layers[SKETCH]
+        by_layer = [[str(Span(name, layer, layer + 1)) for name in SKETCHED] for layer in range(depth)]
+        blocks = frozenset[MomentBlock]().union(*(joint_blocks(names, []) for names in by_layer))
+        widths = request.widths(name for names in by_layer for name in names)
+        wanted = Wanted(blocks, widths, request.layers, request.identity)
         at = path.with_name(f"{path.name}.sums")
-        fit = [batch for batch in batches if drawn.split[batch[0]] == SPLITS.index("fit")]
-        moments = Summation(states, drawn, config, sums, at).run(fit, "sketch")
-        directions = principal_directions(moments.sets["fit", "rest"], geometry.layers, config.sketch or 0)
+        fit = [batch for batch in batches if states.drawn.split[batch[0]] == SPLITS.index("fit")]
+        moments = Summation(states.source, states.drawn, request.config, wanted, at).run(fit, "sketch")
+        directions = principal_directions(moments.sets["fit", "rest"], depth, kept)
         write_tensors(path, {"directions": directions.float()}, {})
         at.unlink()
     try:
@@ -132,48 +125,33 @@ def find_sketch(
         raise damaged(path, error) from error
 
 
-def collect_staged(
-    pair: Pair,
-    config: CalibrationConfig,
-    corpus: Corpus,
-    blocks: frozenset[MomentBlock],
-    added: CalibrationMoments | None,
-    drawn: BlockSet,
-    batches: list[list[int]],
-    path: Path,
-) -> CalibrationMoments:
-    """Stage what is missing, sum it in as few passes as `config.memory_gb` allows, and write the file `path`.
+def collect_staged(request: Request, drawn: BlockSet, batches: list[list[int]], path: Path) -> CalibrationMoments:
+    """Stage what is missing, sum it in as few passes as the memory allows, and write the file `path`.
 
     Raises:
         CalibrationError: states, a pass or a checkpoint of other settings are in the way.
         UsageError: the memory does not suffice for one layer.
     """
     started = time.monotonic()
-    geometries = pair.geometry("source"), pair.geometry("target")
-    summed = blocks if config.sketch is None else sketched(blocks)
-    layers, variables = layer_counts(*geometries), variables_of(summed)
-    widths = widths_of(variables, *geometries, config.sketch)
-    memory = None if config.memory_gb is None else config.memory_gb * 1e9
-    passes = plan_passes(summed, widths, layers, sets_summed(drawn, batches, sum(widths.values())), memory)
-    states = StagedPair.under(staging_folder(config, path), drawn, config.pairing)
-    states.stage(
-        pair, [number for batch in batches for number in batch], residual_layers(variables, layers), config.batch
-    )
-    wanted = identity_with(identity(pair, corpus, config, blocks), added)
+    config, layers = request.config, request.layers
+    variables = variables_of(request.blocks)
+    widths = request.widths(variables)
     enough = rows_per_product(sum(widths.values()))
+    passes = plan_passes(request.blocks, widths, layers, sets_summed(drawn, batches, enough), config.memory_gb)
+    states = StagedPair.under(staging_folder(config, path), drawn, config.pairing)
+    numbers = [number for batch in batches for number in batch]
+    states.stage(request.pair, numbers, residual_layers(variables, layers), config.batch)
     kept = path.with_name(f"{path.name}.sketch")
     if config.sketch is not None:
-        states = replace(states, sketch=find_sketch(states.source, batches, drawn, config, wanted, geometries[0], kept))
+        states = replace(states, sketch=find_sketch(request, states, batches, config.sketch, kept))
     found = []
     for number, part in enumerate(passes, start=1):
         at = path if len(passes) == 1 else path.with_name(f"{path.name}.pass-{digest(sorted(part))}")
-        if at.exists():
-            require_same(CalibrationMoments.load(at).info["identity"], wanted, at)
-        else:
+        if not at.exists():
             names = pass_variables(part, passes, layers)
-            one = Wanted(part, widths_of(names, *geometries, config.sketch), layers, wanted, enough)
-            Summation(states, drawn, config, one, at).run(batches, f"sum {number}/{len(passes)}")
-        found.append(CalibrationMoments.load(at))
+            wanted = Wanted(part, request.widths(names), layers, request.identity, enough)
+            Summation(states, drawn, config, wanted, at).run(batches, f"sum {number}/{len(passes)}")
+        found.append(load_same(at, request.identity))
     joined = side_by_side(found)
     joined.sketch = states.sketch
     joined.info["seconds"] = max(joined.info["seconds"], time.monotonic() - started)

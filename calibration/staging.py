@@ -25,9 +25,9 @@ from kvbridge.calibration.blocks import BlockSet
 from kvbridge.calibration.rows import cache_names, read_states, residual_name
 from kvbridge.calibration.tensorfile import TensorFile, damaged, write_tensors
 from kvbridge.errors import CalibrationError
-from kvbridge.geometry import KVGeometry
 from kvbridge.model import KVModel
 from kvbridge.pair import Pair
+from kvbridge.variables import CacheShape
 
 # Left free on the disk, for moments and whatever else runs.
 SPARE_BYTES = 2**30
@@ -40,7 +40,7 @@ def stored_dtypes(model: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
     return torch.float32, torch.float32
 
 
-def token_bytes(geometry: KVGeometry, model: torch.dtype, residuals: int) -> int:
+def token_bytes(geometry: CacheShape, model: torch.dtype, residuals: int) -> int:
     """Staged bytes per token."""
     keys, rest = stored_dtypes(model)
     return geometry.width * (keys.itemsize + rest.itemsize) + residuals * geometry.hidden_size * rest.itemsize

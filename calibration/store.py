@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
-from kvbridge.calibration.added import added_moments, identity_with
 from kvbridge.calibration.archive import MOMENTS, CalibrationMoments
 from kvbridge.calibration.collect import calibrate
-from kvbridge.calibration.config import CalibrationConfig, identity, require_same
+from kvbridge.calibration.config import CalibrationConfig, require_same
 from kvbridge.calibration.products import MomentBlock
+from kvbridge.calibration.request import Request
+from kvbridge.calibration.tensorfile import TensorFile
 from kvbridge.errors import CalibrationError
 from kvbridge.fingerprint import digest
 from kvbridge.pair import Pair
@@ -23,8 +23,7 @@ from kvbridge.processes import process_state
 def _holds(path: Path, wanted: dict[str, Any]) -> bool:
     """Whether a file of moments is of this calibration, from its header alone."""
     try:
-        with safe_open(path, "pt") as file:
-            require_same(json.loads((file.metadata() or {})["info"])["identity"], wanted, path)
+        require_same(TensorFile(path).described("info")["identity"], wanted, path)
     except (SafetensorError, CalibrationError, KeyError, ValueError, TypeError, AttributeError, OSError):
         return False
     return True
@@ -39,8 +38,7 @@ def moments_folder(pair: Pair, config: CalibrationConfig, blocks: frozenset[Mome
         CorpusError: there is no text to calibrate on.
         CalibrationError: the moments that these are added to are missing, or of another kind.
     """
-    own = identity(pair, config.open("calibration"), config, blocks)
-    wanted = identity_with(own, None if config.add is None else added_moments(config.add, own))
+    wanted = Request.of(pair, config, blocks).identity
     folder = store / digest(wanted)
     if (folder / MOMENTS).is_file():
         return folder

@@ -12,9 +12,9 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from kvbridge.calibration.archive import CalibrationMoments
+from kvbridge.calibration.archive import CalibrationMoments, load_same
 from kvbridge.calibration.blocks import SPLITS, BlockSet
-from kvbridge.calibration.config import PRECISIONS, CalibrationConfig, require_same
+from kvbridge.calibration.config import PRECISIONS, CalibrationConfig
 from kvbridge.calibration.moments import PARTS, Moments
 from kvbridge.calibration.products import MomentBlock
 from kvbridge.calibration.rows import cut_rows
@@ -41,14 +41,15 @@ class Wanted:
         widths: variables, and how wide their rows are.
         layers: how many layers each variable has.
         identity: what decides the values.
-        enough: rows that wait for one product; the same for all passes over the same states.
+        enough: rows that wait for one product, the same for all passes over the same states; by default as many as
+            the widths let wait.
     """
 
     blocks: frozenset[MomentBlock]
     widths: dict[str, int]
     layers: dict[str, int]
     identity: dict[str, Any]
-    enough: int
+    enough: int | None = None
 
     def zeros(self) -> CalibrationMoments:
         sets = {
@@ -118,6 +119,4 @@ class Summation:
     def _resume(self) -> CalibrationMoments:
         if not self.checkpoint.exists():
             return self.wanted.zeros()
-        moments = CalibrationMoments.load(self.checkpoint).clone()
-        require_same(moments.info["identity"], self.wanted.identity, self.checkpoint)
-        return moments
+        return load_same(self.checkpoint, self.wanted.identity).clone()

@@ -8,14 +8,36 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from kvbridge.errors import UsageError
-from kvbridge.geometry import KVGeometry
 
 KINDS = ("keys", "values")
 STATES = (*KINDS, "residual", "normed_residual")
 # The source's residual stream is not among them: a cache does not hold it.
 VARIABLES = ("source.keys", "source.values", *(f"target.{states}" for states in STATES))
+
+
+@runtime_checkable
+class CacheShape(Protocol):
+    """What the width of a model's states depends on."""
+
+    @property
+    def layers(self) -> int: ...
+
+    @property
+    def kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def width(self) -> int:
+        """Numbers that all heads and layers hold for one token and one kind."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -56,8 +78,8 @@ class Span:
     def layers(self) -> range:
         return range(self.start, self.stop)
 
-    def width(self, geometry: KVGeometry) -> int:
-        """Numbers in one row, for the geometry of the span's own model."""
+    def width(self, geometry: CacheShape) -> int:
+        """Numbers in one row, for the shape of the span's own model."""
         one = geometry.kv_heads * geometry.head_dim if self.states in KINDS else geometry.hidden_size
         return len(self.layers) * one
 

@@ -24,9 +24,10 @@ from kvbridge.mappers.joint_inputs import (
     Penalty,
     choose_penalties,
     finished_map,
-    head_inputs,
     joined,
+    made_layers,
     needed_blocks,
+    read_spans,
     solve_joint,
 )
 from kvbridge.variables import Span
@@ -84,11 +85,8 @@ class Joint:
     def widths(self, source: KVGeometry, target: KVGeometry, layers: range) -> tuple[int, int]:
         """Numbers that the map reads, and those that it makes for the target `layers`, per token."""
         sides = {"source": source, "target": target}
-        spans = [(name, sides[name.partition(".")[0]]) for name in head_inputs(self.native_head)]
-        read = sum(Span.parse(name, side.layers).width(side) for name, side in spans)
-        first = 0 if self.native_head is None else self.native_head + 1
-        stop = target.layers if self.boundary is None else self.boundary
-        made = len(range(max(first, layers.start), min(stop, layers.stop)))
+        read = sum(span.width(sides[span.role]) for span in read_spans(self.native_head, source, target))
+        made = len(set(layers).intersection(made_layers(self.native_head, self.boundary, target)))
         stream = target.hidden_size if self.boundary == layers.stop else 0
         return read, len(KINDS) * made * target.kv_heads * target.head_dim + stream
 

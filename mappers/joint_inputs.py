@@ -67,6 +67,17 @@ def head_inputs(native_head: int | None) -> list[str]:
     return ["source.keys", "source.values", *native]
 
 
+def read_spans(native_head: int | None, source: KVGeometry, target: KVGeometry) -> tuple[Span, ...]:
+    """What a joint map reads, of models of these layers."""
+    depth = {"source": source.layers, "target": target.layers}
+    return tuple(Span.parse(name, depth[name.partition(".")[0]]) for name in head_inputs(native_head))
+
+
+def made_layers(native_head: int | None, boundary: int | None, target: KVGeometry) -> range:
+    """Target layers whose keys and values a joint map makes: those between head and boundary."""
+    return range(0 if native_head is None else native_head + 1, target.layers if boundary is None else boundary)
+
+
 def needed_blocks(native_head: int | None, boundary: int | None) -> frozenset[MomentBlock]:
     """The products that fitting a joint map reads."""
     made = ["target.keys", "target.values"] + ([f"target.residual[{boundary}:{boundary + 1}]"] if boundary else [])
@@ -121,15 +132,14 @@ class JointProblem:
             UsageError: head and boundary leave no layer between them.
             CalibrationError: there are no more rows than inputs.
         """
-        first, stop = 0 if native_head is None else native_head + 1, target.layers if boundary is None else boundary
-        if not first < stop <= target.layers:
+        layers = made_layers(native_head, boundary, target)
+        if not layers or layers.stop > target.layers:
             raise UsageError(
                 f"mapper.native_head={native_head}, mapper.boundary={boundary}: no layer lies between them; the target "
                 f"has {target.layers} layers."
             )
-        layers = {"source": source.layers, "target": target.layers}
-        inputs = tuple(Span.parse(name, layers[name.split(".")[0]]) for name in head_inputs(native_head))
-        outputs = [Span(f"target.{kind}", at, at + 1) for kind in KINDS for at in range(first, stop)]
+        inputs = read_spans(native_head, source, target)
+        outputs = [Span(f"target.{kind}", at, at + 1) for kind in KINDS for at in layers]
         if boundary is not None:
             outputs.append(Span("target.residual", boundary, boundary + 1))
         fit, held_out = moments.select("fit", first=False), moments.select("held_out", first=False)

@@ -17,7 +17,7 @@ from kvbridge.errors import UsageError
 from kvbridge.forms import KINDS, SlotAffine, input_slot
 from kvbridge.geometry import KVGeometry
 from kvbridge.mappers.base import FittedMap, own_kind_blocks
-from kvbridge.mappers.regression import held_out_r2, slot_columns
+from kvbridge.mappers.regression import fitted_slots, slot_columns
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,8 @@ class Random:
         fit = moments.select("fit", first=False)
         chosen = [layer * source.layers // target.layers for layer in range(target.layers)]
         generator = torch.Generator().manual_seed(self.seed)
-        forms = {kind: self._form(kind, fit, chosen, source, target, generator) for kind in KINDS}
-        held_out = moments.sets["held_out", "rest"]
-        r2 = {kind: held_out_r2(forms[kind], kind, held_out, source) for kind in KINDS} if held_out.rows else {}
-        selected = [[layer] for layer in chosen]
-        return FittedMap(tuple(forms.values()), dict.fromkeys(KINDS, selected), r2)
+        forms = tuple(self._form(kind, fit, chosen, source, target, generator) for kind in KINDS)
+        return fitted_slots(forms, [[layer] for layer in chosen], moments, source)
 
     def _form(
         self,

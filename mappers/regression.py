@@ -6,11 +6,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvbridge.calibration import Moments
+from kvbridge.calibration import CalibrationMoments, Moments
 from kvbridge.calibration.moments import source_variable, target_variable
 from kvbridge.errors import CalibrationError
 from kvbridge.forms import KINDS, SlotAffine
 from kvbridge.geometry import KVGeometry
+from kvbridge.mappers.base import FittedMap
 
 # Directions whose variance is below this share of the largest carry rounding, not signal.
 RANK_CUTOFF = 1e-10
@@ -93,19 +94,19 @@ def slot_columns(slots: Int[Tensor, "S"], kind: str, geometry: KVGeometry) -> In
     return ((slots.long() - first)[:, None] * geometry.head_dim + offsets).flatten()
 
 
-def held_out_r2(form: SlotAffine, kind: str, moments: Moments, source_geometry: KVGeometry) -> list[list[float]]:
+def held_out_r2(form: SlotAffine, moments: Moments, source_geometry: KVGeometry) -> list[list[float]]:
     """R² of each target layer and head on moments that the fit did not see.
 
     From `‖y − xW − b‖² = S_yy − 2⟨W, S_xy⟩ + ⟨W, S_xx W⟩ + n‖ȳ − x̄W − b‖²`, the sums centred at their own means.
     """
-    x, y = [source_variable(kind)], [target_variable(kind)]
+    x, y = [source_variable(form.kind)], [target_variable(form.kind)]
     gram, cross = moments.gram(x), moments.cross_products(x, y)
     mean_x, mean_y, square = moments.means(x), moments.means(y), moments.squares(y)
     layers, heads, _, _, width = form.weight.shape
     found = torch.empty(layers, heads, dtype=torch.float64)
     for layer in range(layers):
         for head in range(heads):
-            columns = slot_columns(form.slots[layer, head], kind, source_geometry)
+            columns = slot_columns(form.slots[layer, head], form.kind, source_geometry)
             outputs = slice((layer * heads + head) * width, (layer * heads + head + 1) * width)
             weight = form.weight[layer, head].flatten(0, 1).double()
             offset = mean_y[outputs] - mean_x[columns] @ weight - form.bias[layer, head].double()
@@ -118,3 +119,16 @@ def held_out_r2(form: SlotAffine, kind: str, moments: Moments, source_geometry: 
             )
             found[layer, head] = head_r2(residual, square[outputs], width)[0]
     return found.tolist()
+
+
+def fitted_slots(
+    forms: tuple[SlotAffine, ...],
+    selected_layers: list[list[int]],
+    moments: CalibrationMoments,
+    source: KVGeometry,
+    rows_per_feature: float | None = None,
+) -> FittedMap:
+    """Forms of keys and values, both from the same source layers, with their R² on the held-out split."""
+    held_out = moments.sets["held_out", "rest"]
+    r2 = {form.kind: held_out_r2(form, held_out, source) for form in forms} if held_out.rows else {}
+    return FittedMap(forms, dict.fromkeys(KINDS, selected_layers), r2, rows_per_feature)

@@ -21,7 +21,7 @@ from kvbridge.errors import CalibrationError, UsageError
 from kvbridge.forms import KINDS, SlotAffine, input_slot
 from kvbridge.geometry import KVGeometry
 from kvbridge.mappers.base import FittedMap, own_kind_blocks
-from kvbridge.mappers.regression import explained_squares, head_r2, held_out_r2, ridge_solve, slot_columns
+from kvbridge.mappers.regression import explained_squares, fitted_slots, head_r2, ridge_solve, slot_columns
 
 SCALES = ("absolute", "correlation")
 HEADS = ("all", "matched")
@@ -88,8 +88,7 @@ class Ridge:
 
     def map_flops(self, source: KVGeometry, target: KVGeometry, layers: range) -> int:
         """Operations of keys and values for one token and the target `layers`."""
-        slots = min(self.k, source.layers) * (source.kv_heads if self.heads == "all" else 1)
-        return 2 * len(KINDS) * len(layers) * target.kv_heads * slots * source.head_dim * target.head_dim
+        return 2 * len(KINDS) * len(layers) * target.kv_heads * self._features(source) * target.head_dim
 
     def branch_width(self, source: KVGeometry, target: KVGeometry) -> int:
         return len(KINDS) * source.layers * source.kv_heads * source.head_dim
@@ -101,21 +100,21 @@ class Ridge:
             CalibrationError: too few rows, or singular normal equations.
         """
         fit = moments.select("fit", first=self.first_positions == "included")
-        count = min(self.k, source.layers)
-        features = count * source.head_dim * (source.kv_heads if self.heads == "all" else 1)
+        features = self._features(source)
         if fit.rows <= features:
             raise CalibrationError(
                 f"{fit.rows} calibration rows for {features} features per map: a ridge fit needs more rows than "
                 "features (ten times as many to be trusted). Raise calibration.tokens or lower mapper.k."
             )
-        ranked = rank_layers(fit, source, target).topk(count, dim=1).indices
+        ranked = rank_layers(fit, source, target).topk(min(self.k, source.layers), dim=1).indices
         # Mixing layers is order-free; ascending order keeps the slot table readable and the gather sequential.
         chosen = ranked.sort(dim=1).values
-        forms = {kind: self._fit_kind(kind, fit, chosen, source, target) for kind in KINDS}
-        held_out = moments.sets["held_out", "rest"]
-        r2 = {kind: held_out_r2(forms[kind], kind, held_out, source) for kind in KINDS} if held_out.rows else {}
-        selected = chosen.tolist()
-        return FittedMap(tuple(forms.values()), dict.fromkeys(KINDS, selected), r2, fit.rows / features)
+        forms = tuple(self._fit_kind(kind, fit, chosen, source, target) for kind in KINDS)
+        return fitted_slots(forms, chosen.tolist(), moments, source, fit.rows / features)
+
+    def _features(self, source: KVGeometry) -> int:
+        """Numbers that the map of one target head reads."""
+        return min(self.k, source.layers) * source.head_dim * (source.kv_heads if self.heads == "all" else 1)
 
     def _slots(self, kind: str, layers: list[int], head: int, source: KVGeometry, target: KVGeometry) -> list[int]:
         """Input slots of one target head."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvbridge.branch import ACTIVATIONS, ResidualBranch
 from kvbridge.calibration import open_corpus
-from kvbridge.calibration.blocks import draw_blocks
+from kvbridge.calibration.draw import Draw
 from kvbridge.embedded import CALIBRATION_TEXT
 from kvbridge.kernels.reference import branch_rows, rows_of
 from kvbridge.pair import ModelPair, load_pair
@@ -27,9 +27,7 @@ def read(pair: ModelPair) -> tuple[tuple[Span, ...], tuple[Span, ...], Tensor, T
     layers, made = pair.source.geometry.layers, pair.target.geometry.layers
     inputs = (Span("source.keys", 0, layers), Span("source.values", 0, layers))
     outputs = (Span("target.keys", 1, made), Span("target.values", 1, made))
-    drawn = draw_blocks(
-        open_corpus(str(CALIBRATION_TEXT)), pair.tokenizer, seed=0, tokens=TOKENS, block=BLOCK, held_out=0.25
-    )
+    drawn = Draw(TOKENS, BLOCK, held_out=0.25, seed=0).blocks(open_corpus(str(CALIBRATION_TEXT)), pair.tokenizer)
     rows: list[tuple[Tensor, Tensor]] = []
     for at in range(0, len(drawn), 8):
         ids = drawn.batch(list(range(at, min(at + 8, len(drawn)))))

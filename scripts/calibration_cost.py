@@ -15,8 +15,8 @@ from collections import Counter
 
 from kvbridge import load_pair
 from kvbridge.calibration import CorpusConfig
-from kvbridge.calibration.blocks import draw_blocks
 from kvbridge.calibration.config import PRECISIONS
+from kvbridge.calibration.draw import Draw
 from kvbridge.calibration.moments import Moments
 from kvbridge.calibration.products import plain_blocks
 from kvbridge.calibration.rows import cut_rows, layer_counts, read_states, residual_layers, variables_of, widths_of
@@ -45,7 +45,7 @@ def main() -> None:
     names = variables_of(blocks)
     streams = residual_layers(names, layers)
     corpus = CorpusConfig(options.corpus).open("calibration")
-    drawn = draw_blocks(corpus, pair.tokenizer, tokens=options.tokens, block=options.block, held_out=0.0, seed=0)
+    drawn = Draw(options.tokens, options.block, held_out=0.0, seed=0).blocks(corpus, pair.tokenizer)
     moments = Moments.zeros(widths_of(names, *geometries), blocks, layers)
     seconds: Counter[str] = Counter()
     for start in range(0, len(drawn), options.batch):

@@ -33,7 +33,7 @@ from safetensors.torch import load_file
 
 from kvbridge import HandoffPlan, ModelPair, load_pair
 from kvbridge.calibration import CorpusConfig
-from kvbridge.calibration.blocks import draw_blocks
+from kvbridge.calibration.draw import Draw
 from kvbridge.errors import KVBridgeError
 from kvbridge.eval import EvalConfig, evaluate
 from kvbridge.eval.arms import Arm, Context, Reading, mapped_arm
@@ -63,7 +63,7 @@ def draw_texts(options: argparse.Namespace) -> None:
         if read_json(path, "texts")["settings"] != settings:
             raise SystemExit(f"{out} holds the texts of other settings: give another --out.")
         return
-    blocks = draw_blocks(calibration, pair.tokenizer, tokens=options.tokens, block=BLOCK, held_out=0.1, seed=0)
+    blocks = Draw(options.tokens, BLOCK, held_out=0.1, seed=0).blocks(calibration, pair.tokenizer)
     documents = take_documents(corpus, pair.tokenizer, documents=options.documents, tokens=BLOCK, prompt=PROMPT)
     long = take_documents(corpus, pair.tokenizer, documents=1, tokens=LONG + 1, prompt=LONG, join=True)
     out.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from kvbridge.calibration import Corpus, open_corpus
-from kvbridge.calibration.blocks import BlockSet, draw_blocks
+from kvbridge.calibration.blocks import BlockSet
+from kvbridge.calibration.draw import Draw
 from kvbridge.errors import CorpusError, UsageError
 from kvbridge.tokens import encode
 from tiny_pair import byte_tokenizer
@@ -50,9 +51,8 @@ def special_tokenizer(template: str, *, bos: str = "<s>", eos: str = "</s>") -> 
 def draw(
     corpus: Corpus, blocks: int, held_out: float = 0.0, seed: int = 0, tokenizer: PreTrainedTokenizerFast | None = None
 ) -> BlockSet:
-    return draw_blocks(
-        corpus, tokenizer or byte_tokenizer(), tokens=blocks * BLOCK, block=BLOCK, held_out=held_out, seed=seed
-    )
+    wanted = Draw(tokens=blocks * BLOCK, block=BLOCK, held_out=held_out, seed=seed)
+    return wanted.blocks(corpus, tokenizer or byte_tokenizer())
 
 
 def decoded(drawn: BlockSet) -> list[str]:
@@ -94,7 +94,7 @@ def test_splits_have_exact_sizes_and_share_no_document(corpus: Corpus, blocks: i
 
 
 def test_tokens_are_rounded_down_to_whole_blocks(corpus: Corpus) -> None:
-    drawn = draw_blocks(corpus, byte_tokenizer(), tokens=3 * BLOCK + BLOCK - 1, block=BLOCK, held_out=0.0, seed=0)
+    drawn = Draw(3 * BLOCK + BLOCK - 1, BLOCK, held_out=0.0, seed=0).blocks(corpus, byte_tokenizer())
     assert len(drawn) == 3
 
 
@@ -142,7 +142,7 @@ def test_refuses_too_little_text_with_the_counts(corpus: Corpus) -> None:
         r"50 and 3\. Give more text \(a \.txt file is one document\), fewer tokens or a shorter block\.$"
     )
     with pytest.raises(CorpusError, match=sentence) as caught:
-        draw_blocks(corpus, byte_tokenizer(), tokens=800, block=BLOCK, held_out=0.05, seed=1)
+        Draw(tokens=800, block=BLOCK, held_out=0.05, seed=1).blocks(corpus, byte_tokenizer())
     counts = re.search(sentence, str(caught.value))
     assert counts is not None
     assert int(counts[1]) + int(counts[2]) == 40, "every block there is was counted"
@@ -150,16 +150,16 @@ def test_refuses_too_little_text_with_the_counts(corpus: Corpus) -> None:
 
 def test_refuses_documents_that_are_all_too_short(corpus: Corpus) -> None:
     with pytest.raises(CorpusError, match=r"gives 0 fit and 0 held-out blocks of 512 tokens"):
-        draw_blocks(corpus, byte_tokenizer(), tokens=512, block=512, held_out=0.5, seed=0)
+        Draw(tokens=512, block=512, held_out=0.5, seed=0).blocks(corpus, byte_tokenizer())
 
 
 @pytest.mark.parametrize("held_out", [-0.1, 1.0])
-def test_refuses_an_impossible_share(corpus: Corpus, held_out: float) -> None:
+def test_refuses_an_impossible_share(held_out: float) -> None:
     with pytest.raises(UsageError, match=rf"calibration\.held_out={held_out}: expected 0, or a share from 0\.0001"):
-        draw(corpus, 2, held_out)
+        Draw(2 * BLOCK, BLOCK, held_out, seed=0)
 
 
 @pytest.mark.parametrize(("tokens", "block"), [(15, 15), (31, 32)])
-def test_refuses_blocks_that_are_too_short_or_do_not_fit(corpus: Corpus, tokens: int, block: int) -> None:
+def test_refuses_blocks_that_are_too_short_or_do_not_fit(tokens: int, block: int) -> None:
     with pytest.raises(UsageError, match=rf"calibration\.tokens={tokens} with calibration\.block={block}: expected"):
-        draw_blocks(corpus, byte_tokenizer(), tokens=tokens, block=block, held_out=0.0, seed=0)
+        Draw(tokens, block, held_out=0.0, seed=0)

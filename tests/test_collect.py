@@ -28,7 +28,7 @@ from kvbridge.calibration import (
     joint_blocks,
     open_corpus,
 )
-from kvbridge.calibration.blocks import draw_blocks
+from kvbridge.calibration.draw import Draw
 from kvbridge.calibration.moments import CACHE_VARIABLES
 from kvbridge.errors import CalibrationError, CorpusError, UsageError
 from kvbridge.model import KVModel
@@ -126,9 +126,7 @@ def rows_of(model: KVModel, tokens: Tensor) -> dict[str, np.ndarray]:
 
 
 def test_moments_are_those_of_both_models_states(pair: ModelPair, corpus: Path, usual: CalibrationMoments) -> None:
-    drawn = draw_blocks(
-        open_corpus(str(corpus)), pair.tokenizer, tokens=FIT * BLOCK, block=BLOCK, held_out=HELD_OUT / FIT, seed=0
-    )
+    drawn = Draw(FIT * BLOCK, BLOCK, HELD_OUT / FIT, seed=0).blocks(open_corpus(str(corpus)), pair.tokenizer)
     positions = {"first": slice(0, 4), "rest": slice(4, BLOCK)}
     for (split, name), (part, span) in itertools.product(enumerate(("fit", "held_out")), positions.items()):
         numbers = [at for at in range(len(drawn)) if drawn.split[at] == split]
@@ -165,9 +163,7 @@ def test_what_the_target_knows_natively_is_gathered(pair: ModelPair, corpus: Pat
     blocks = joint_blocks(["source.keys", *natives], ["target.values", "target.residual[2:3]"])
     collected = calibrate(pair, settings_of(corpus), blocks, tmp_path)
     assert collected is not None
-    drawn = draw_blocks(
-        open_corpus(str(corpus)), pair.tokenizer, tokens=FIT * BLOCK, block=BLOCK, held_out=HELD_OUT / FIT, seed=0
-    )
+    drawn = Draw(FIT * BLOCK, BLOCK, HELD_OUT / FIT, seed=0).blocks(open_corpus(str(corpus)), pair.tokenizer)
     read = [
         native_rows(pair, tokens)
         for at, tokens in enumerate(drawn.batch(list(range(len(drawn)))))

@@ -26,7 +26,7 @@ from kvbridge import compat
 from kvbridge.assembly import hand_off
 from kvbridge.bridge import Bridge
 from kvbridge.calibration import CalibrationConfig, CalibrationMoments, Moments, calibrate, open_corpus
-from kvbridge.calibration.blocks import draw_blocks
+from kvbridge.calibration.draw import Draw
 from kvbridge.errors import CalibrationError, UsageError
 from kvbridge.folding import fold_if_not_dearer
 from kvbridge.forms import KINDS, ResidualBranch, SlotAffine, flops_per_token, input_slot
@@ -110,7 +110,7 @@ def calibrate_pair(pair: ModelPair, folder: Path) -> Calibrated:
     blocks = frozenset[tuple[str, str]]().union(*(mapper.blocks() for mapper in MAPPERS))
     moments = calibrate(pair, CalibrationConfig(corpus, precision="float64", **sizes), blocks, folder)
     assert moments is not None
-    drawn = draw_blocks(open_corpus(corpus), pair.tokenizer, seed=0, **sizes)
+    drawn = Draw(seed=0, **sizes).blocks(open_corpus(corpus), pair.tokenizer)
     tokens = drawn.batch([at for at in range(len(drawn)) if drawn.split[at] == 1])
     with compat.residual_streams(pair.target.model, range(pair.target.geometry.layers)) as streams:
         source, target = (model.content(model.read(tokens)) for model in (pair.source, pair.target))
@@ -489,7 +489,7 @@ def test_a_useless_map_has_a_negative_r2() -> None:
     moments = moments_of({("fit", "rest"): rows}, Ridge().blocks()).sets["fit", "rest"]
     slots = torch.zeros(LARGE.layers, LARGE.kv_heads, 1, dtype=torch.int32)
     zero = SlotAffine("keys", slots, torch.zeros(*slots.shape, 4, 5), torch.zeros(LARGE.layers, LARGE.kv_heads, 5))
-    found = held_out_r2(zero, "keys", moments, SMALL)
+    found = held_out_r2(zero, moments, SMALL)
     wanted = rows["target.keys"][:, columns([1], [2], LARGE)]
     assert found[1][2] == pytest.approx(r2_score(wanted, np.zeros_like(wanted), multioutput="variance_weighted"))
     assert found[1][2] < -1

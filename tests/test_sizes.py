@@ -48,7 +48,7 @@ def test_sizes_are_those_of_the_moments() -> None:
     assert moments.cross_products(inputs, outputs).shape == (sizes.inputs, sizes.outputs)
     assert sizes.gram == 2 * 8 * sizes.features**2
     assert sizes.cross == 2 * 8 * sizes.features * sizes.outputs
-    assert (sizes.passes, sizes.joint_flops) == (1, 2 * sizes.inputs * sizes.outputs)
+    assert (sizes.passes, sizes.joint.flops) == (1, 2 * sizes.inputs * sizes.outputs)
     staged = [token_bytes(geometry, torch.bfloat16, count) for geometry, count in zip(geometries, (0, 1), strict=True)]
     assert sizes.staged_per_token == sum(staged)
 
@@ -60,7 +60,7 @@ def test_a_sketch_takes_the_place_of_the_source() -> None:
     assert plain.features - sketched.features == 3 * (64 - 5)
     assert plain.features == full.features
     assert plain.inputs == sketched.inputs
-    assert plain.joint_share == sketched.joint_share
+    assert plain.joint == sketched.joint
 
 
 def test_a_large_pair_fits_on_one_gpu_with_one_model_a_sketch_and_passes() -> None:
@@ -72,7 +72,7 @@ def test_a_large_pair_fits_on_one_gpu_with_one_model_a_sketch_and_passes() -> No
     assert sizes.passes > 1
     assert max(sizes.peaks, key=lambda stage: sizes.peaks[stage]) == "stage target"
     assert sizes.rows_per_feature > 10
-    assert sizes.basis_share < 0.05 < sizes.joint_share
+    assert sizes.basis.share < 0.05 < sizes.joint.share
     both = (source.parameters + target.parameters) * 2
     assert both > 80e9 > target.parameters * 2
     unsketched = calibration_sizes(source, target, dataclasses.replace(settings, sketch=None, memory_gb=None))
@@ -108,5 +108,5 @@ def test_refuses_a_model_that_nobody_knows(tmp_path: Path) -> None:
 
 
 def test_refuses_a_variable_that_is_none() -> None:
-    with pytest.raises(UsageError, match=r"^source\.residual is no variable of a map"):
+    with pytest.raises(UsageError, match=r"^'source\.residual' is no variable of a map"):
         calibration_sizes(SMALL, LARGE, SizeSettings(inputs=("source.residual[0:1]",)))

@@ -244,7 +244,7 @@ def test_passes_hold_every_product_once() -> None:
     layers = {"source.keys": 3, "target.keys": 5, "target.values": 5}
     widths = {"source.keys": 6, "target.keys": 20, "target.values": 20}
     blocks = frozenset({("source.keys", name) for name in widths})
-    passes = plan_passes(blocks, widths, layers, 2, 8.0 * 2 * 6 * 9)
+    passes = plan_passes(blocks, widths, layers, 2, 8.0 * 2 * 6 * 9 / 1e9)
     assert passes == [
         {("source.keys", "source.keys")},
         {("source.keys", "target.keys[0:2]")},
