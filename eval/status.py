@@ -16,7 +16,6 @@ from kvbridge import __version__
 from kvbridge.dotted import flatten, trains_branch
 from kvbridge.errors import KVBridgeError, UsageError
 from kvbridge.eval.report import load_results, write_report
-from kvbridge.processes import process_state
 
 STATUS = "status.json"
 # Settings that change neither what is computed nor its outcome.
@@ -128,16 +127,8 @@ def is_finished(folder: Path, settings: dict[str, Any]) -> bool:
     The text of corpora is not read for this: results of a file that has changed since count as finished.
 
     Raises:
-        UsageError: the folder holds results of other settings or of another kvbridge, or a process is at work in it.
+        UsageError: the folder holds results of other settings or of another kvbridge.
     """
-    status = read_status(folder)
-    # Processes that were launched together share a folder; the first one asks for all.
-    others = process_state().is_main_process and status.get("pid") != os.getpid()
-    if others and is_alive(status) and status["host"] == socket.gethostname():
-        raise UsageError(
-            f"process {status['pid']} has been working in {folder} since {status['at']}; wait for it, give another "
-            "out=, or delete its status.json if that process is something else."
-        )
     if not (folder / "results.json").exists():
         return False
     try:
@@ -154,6 +145,6 @@ def is_finished(folder: Path, settings: dict[str, Any]) -> bool:
         raise UsageError(f"{folder} holds finished results with {listed}; give another out=, or delete them.")
     if not (folder / "report.html").exists():
         write_report(folder)
-    if status.get("state") != "finished":
+    if read_status(folder).get("state") != "finished":
         write_status(folder, "finished", settings)
     return True
