@@ -16,6 +16,7 @@ from kvbridge import __version__
 from kvbridge.dotted import flatten, trains_branch
 from kvbridge.errors import KVBridgeError, UsageError
 from kvbridge.eval.report import load_results, write_report
+from kvbridge.textfile import write_whole
 
 STATUS = "status.json"
 # Settings that change neither what is computed nor its outcome.
@@ -28,11 +29,8 @@ INDIFFERENT = (
 
 def write_status(folder: Path, state: str, settings: dict[str, Any], **more: Any) -> None:
     """Write `status.json`, all of it or nothing; `state` is `running`, `finished` or `failed`."""
-    folder.mkdir(parents=True, exist_ok=True)
     who = {"pid": os.getpid(), "host": socket.gethostname(), "at": datetime.now(UTC).isoformat(timespec="seconds")}
-    partial = folder / f"{STATUS}.partial"
-    partial.write_text(json.dumps({"state": state} | who | more | {"settings": settings}, indent=1) + "\n")
-    os.replace(partial, folder / STATUS)
+    write_whole(folder / STATUS, json.dumps({"state": state} | who | more | {"settings": settings}, indent=1) + "\n")
 
 
 def read_status(folder: Path) -> dict[str, Any]:
@@ -52,12 +50,15 @@ def is_alive(status: dict[str, Any]) -> bool:
     if status.get("host") != socket.gethostname():
         return True
     try:
-        os.kill(int(status.get("pid", 0)) or -1, 0)
-    except (ProcessLookupError, OverflowError, ValueError, TypeError):
-        return False
+        process = int(status["pid"])
+        # Other numbers than those of processes mean groups of them, or all.
+        if process > 0:
+            os.kill(process, 0)
+        return process > 0
     except PermissionError:
         return True
-    return True
+    except (ProcessLookupError, OverflowError, KeyError, ValueError, TypeError):
+        return False
 
 
 def describe_failure(error: BaseException, sentence: str) -> dict[str, str]:

@@ -274,7 +274,8 @@ def test_a_process_that_is_gone_is_not_alive() -> None:
     here = {"state": "running", "host": socket.gethostname(), "pid": NO_PROCESS}
     assert not is_alive(here)
     assert is_alive(here | {"host": "elsewhere"})
-    assert not is_alive(here | {"pid": "junk"})
+    for pid in ("junk", 0, -1):
+        assert not is_alive(here | {"pid": pid})
     assert not is_alive({})
 
 
