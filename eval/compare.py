@@ -160,11 +160,13 @@ def _sentence(metric: str, names: tuple[str, str], found: _Paired, count: int, b
     if found.spread == 0:
         return f"The {name} of the two is the same on every document."
     least = format_value(metric, detectable_difference(found.spread, count))
-    text = f"The {name} of the two cannot be told apart: {count} documents find a difference of {least} or more with "
-    text += "80 % power"
+    seen = ""
     if difference:
-        text += f"; one of {size}, as seen, takes about {documents_needed(found.spread, difference):,} documents"
-    return f"{text}."
+        seen = f"; one of {size}, as seen, takes about {documents_needed(found.spread, difference):,} documents"
+    return (
+        f"The {name} of the two cannot be told apart: {count} documents find a difference of {least} or more with "
+        f"80 % power{seen}."
+    )
 
 
 def _judge(metric: str, names: tuple[str, str], found: _Paired, count: int) -> Difference:
