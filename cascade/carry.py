@@ -91,6 +91,8 @@ class Carrier:
         if not isinstance(self.gate, str):
             if isinstance(self.gate, Gate) and self.mapping is not None:
                 self._require_own(self.gate, self.mapping)
+                # Found equal here, the numbers are not compared again before every hand-off.
+                return replace(self.gate, mapping=self.mapping)
             return self.gate
         if self.gate not in ("auto", "require"):
             raise UsageError(f"gate={self.gate!r}: give auto, require, a gate, or None for no checks.")

@@ -198,8 +198,8 @@ class Gate:
         if given != expected or states.positions.tolist() != list(range(expected[1])):
             reason = (
                 f"the source states cover (prompts, tokens) = {given} from position {int(states.positions[0])} on; "
+                f"expected {expected} from position 0 on."
             )
-            reason += f"expected {expected} from position 0 on."
             return GateReading("length", math.inf, 0.0, reason)
         score, limit = layer0_deviation(self.source, states, input_ids), LIMITS[self.source.dtype]
         reason = f"the source's layer-0 states differ by {score:.1%} from those of the prompt's own tokens."

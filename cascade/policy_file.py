@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from kvbridge.cascade.policies import Above, Always, Never, Policy
 from kvbridge.cascade.scores import SCORES, Score
 from kvbridge.errors import UsageError
 from kvbridge.pair import ModelPair
+from kvbridge.textfile import write_whole
 
 FORMAT = "kvbridge-policy"
 VERSION = 1
@@ -43,10 +43,7 @@ def save_policy(path: Path, policy: Above, identity: dict[str, str], evidence: d
         "identity": identity,
         "evidence": evidence,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(described, indent=1, allow_nan=False) + "\n")
-    os.replace(partial, path)
+    write_whole(path, json.dumps(described, indent=1, allow_nan=False) + "\n")
 
 
 def load_policy(path: str | Path, pair: ModelPair | None = None) -> Above:

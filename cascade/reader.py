@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from jaxtyping import Float
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 from kvbridge import compat
 from kvbridge.assembly import Handoff
@@ -63,7 +64,7 @@ class Reader:
         """Read tokens for the cache alone, without the language-model head."""
         self._run(compat.backbone(self.model.model), tokens)
 
-    def _run(self, module: PreTrainedModel, tokens: Sequence[int], **more: int) -> Any:
+    def _run(self, module: transformers.PreTrainedModel, tokens: Sequence[int], **more: int) -> Any:
         start, self.position = self.position, self.position + len(tokens)
         self.read_tokens += len(tokens)
         device = self.model.device

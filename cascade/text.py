@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import cast
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+import transformers
+from transformers import PreTrainedTokenizerBase
 
 INCOMPLETE = "\ufffd"
 
 
-def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def end_tokens(model: transformers.PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Tokens at which a model ends a text: those of its generation config, else the tokenizer's."""
     ends = getattr(model.generation_config, "eos_token_id", None)
     if ends is None:

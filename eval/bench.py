@@ -23,7 +23,7 @@ from kvbridge.eval import bench_floor as floor
 from kvbridge.eval.arms import read_prompt
 from kvbridge.eval.candidates import Candidate
 from kvbridge.eval.documents import Document
-from kvbridge.eval.points import conditions, planning_documents, score_candidates, summarise_points
+from kvbridge.eval.points import conditions, score_candidates, summarise_points
 from kvbridge.eval.results import peak_memory
 from kvbridge.eval.suite import Task
 from kvbridge.flops import ModelCost, prefill_share
@@ -199,7 +199,7 @@ def run_bench(task: Task, bridge: Bridge, name: str, config: BenchConfig) -> dic
     """
     pair, longest = task.pair, max(config.lengths)
     pair.require_length(longest, "the longest of bench.lengths")
-    scored = planning_documents(task, config.documents)
+    scored = task.first_documents(config.documents, "bench.documents")
     plan, device = scored[0].plan(task.plan), pair.target.device
     mapping = FormMap.of(bridge, name, device=device)
     mapping.require_plan(plan, pair.target.geometry.layers)

@@ -23,7 +23,6 @@ from kvbridge.eval.fidelity import METRIC_NAMES, METRICS
 from kvbridge.eval.statistics import gap_interval, resample
 from kvbridge.metrics import gap_recovered
 
-RESAMPLES = 2000
 # Power of the note on what could have been found, and the level of its two-sided test.
 POWER, LEVEL = 0.80, 0.05
 # Settings of an evaluation that decide which tokens are scored after which.
@@ -161,11 +160,13 @@ def _sentence(metric: str, names: tuple[str, str], found: _Paired, count: int, b
     if found.spread == 0:
         return f"The {name} of the two is the same on every document."
     least = format_value(metric, detectable_difference(found.spread, count))
-    text = f"The {name} of the two cannot be told apart: {count} documents find a difference of {least} or more with "
-    text += "80 % power"
+    seen = ""
     if difference:
-        text += f"; one of {size}, as seen, takes about {documents_needed(found.spread, difference):,} documents"
-    return f"{text}."
+        seen = f"; one of {size}, as seen, takes about {documents_needed(found.spread, difference):,} documents"
+    return (
+        f"The {name} of the two cannot be told apart: {count} documents find a difference of {least} or more with "
+        f"80 % power{seen}."
+    )
 
 
 def _judge(metric: str, names: tuple[str, str], found: _Paired, count: int) -> Difference:
@@ -204,6 +205,8 @@ def _gap(sides: list[list[dict[str, Any]]], draws: np.ndarray) -> _Paired | str:
 def compare_runs(a: tuple[str, dict[str, Any]], b: tuple[str, dict[str, Any]]) -> Comparison:
     """Compare the mapped arms of two runs on the documents that both scored, matched by id.
 
+    Documents are resampled as often as the run that did so more often.
+
     Args:
         a: name and results of the first run.
         b: name and results of the second one.
@@ -216,7 +219,7 @@ def compare_runs(a: tuple[str, dict[str, Any]], b: tuple[str, dict[str, Any]]) -
     if not shared:
         raise UsageError(f"{a[0]} and {b[0]} scored no document in common; evaluate both on one eval.corpus.")
     count, names = len(shared), (a[0], b[0])
-    draws = resample(count, RESAMPLES, 0)
+    draws = resample(count, max(results["run"]["settings"]["eval"]["resamples"] for _, results in (a, b)), 0)
     sides = [[side[key] for key in shared] for side in documents]
     gap = _gap(sides, draws)
     if isinstance(gap, str):

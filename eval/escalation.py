@@ -25,6 +25,9 @@ from kvbridge.fingerprint import digest
 from kvbridge.flops import ModelCost, handoff_flops
 from kvbridge.pair import EMBEDDED, ModelPair
 
+# Tasks, half of which choose a threshold and half of which check it.
+FEWEST = 4
+
 
 @dataclass
 class EscalationConfig:
@@ -51,10 +54,10 @@ class EscalationConfig:
     def __post_init__(self) -> None:
         if self.measure not in SCORES:
             raise UsageError(f"escalation.measure={self.measure}: expected one of {', '.join(SCORES)}.")
-        if self.count < 4 or self.resamples < 1 or self.seed < 0:
+        if self.count < FEWEST or self.resamples < 1 or self.seed < 0:
             raise UsageError(
-                f"escalation.count={self.count}, resamples={self.resamples}, seed={self.seed}: expected at least 4 "
-                "tasks, 1 resample and a seed of 0."
+                f"escalation.count={self.count}, resamples={self.resamples}, seed={self.seed}: expected at least "
+                f"{FEWEST} tasks, 1 resample and a seed of 0."
             )
         for name in ("rate", "accuracy"):
             value = getattr(self, name)
@@ -75,8 +78,8 @@ class EscalationConfig:
             tasks = read_tasks(file)[: self.count]
         else:
             tasks = embedded_tasks(self.tasks, self.count, seed=self.seed)
-        if len(tasks) < 4:
-            raise UsageError(f"escalation.tasks={self.tasks} has {len(tasks)} tasks; give 4 or more.")
+        if len(tasks) < FEWEST:
+            raise UsageError(f"escalation.tasks={self.tasks} has {len(tasks)} tasks; give {FEWEST} or more.")
         return tasks
 
 
@@ -119,20 +122,22 @@ def measure_tasks(
 
     Returns:
         One record per task: the `doubt`, and per arm whether it is `right`, its `outcome`, the target's `flops`, and
-        seconds to the `first_token`, of which `source` until the source had read the prompt.
+        seconds to the `first_token`, of which `source` until the source had read the prompt. Of a task that the source
+        gave no answer to, only why, as `left_out`.
 
     Raises:
-        UsageError: a task is longer than the source was made for, or it cannot answer one; or `partial` belongs to
-            other settings.
+        UsageError: a task is longer than the source was made for, or `partial` belongs to other settings.
     """
     sampling = asdict(params)
     for number, task in enumerate(tasks, 1):
         _require_length(arms["source"].pair, number, task, params.max_new_tokens)
 
     def make(done: int) -> Iterator[dict[str, Any]]:
-        for number, task in enumerate(tasks[done:], done + 1):
+        for task in tasks[done:]:
             answers = {arm: each.generate(task.prompt, task=task.task, **sampling) for arm, each in arms.items()}
-            _require_source(number, answers["source"])
+            if answers["source"].route != "source":
+                yield {"left_out": _why_unanswered(answers["source"])}
+                continue
             yield {"doubt": doubt.said} | {arm: _record(arms[arm], task, answers[arm]) for arm in arms}
 
     identity = {
@@ -153,10 +158,25 @@ def _require_length(pair: ModelPair, number: int, task: AnswerTask, new: int) ->
         )
 
 
-def _require_source(number: int, answer: Result) -> None:
-    if answer.route != "source":
-        why = answer.handoff.reason.rstrip(".") if answer.handoff is not None else "its policy hands over"
-        raise UsageError(f"the source has no answer to task {number} of escalation.tasks ({why}); leave the task out.")
+def _why_unanswered(answer: Result) -> str:
+    reason = answer.handoff.reason if answer.handoff is not None else ""
+    return reason.rstrip(".") or "its policy hands over"
+
+
+def answered(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The records of `measure_tasks` that hold answers, which can be compared.
+
+    Raises:
+        UsageError: they are fewer than 4.
+    """
+    found = [record for record in records if "left_out" not in record]
+    if len(found) < FEWEST:
+        why = next((f" ({record['left_out']})" for record in records if "left_out" in record), "")
+        raise UsageError(
+            f"the source answers {len(found)} of {len(records)} tasks{why}; give escalation.tasks of which it answers "
+            f"{FEWEST} or more."
+        )
+    return found
 
 
 def _record(cascade: Cascade, task: AnswerTask, result: Result) -> dict[str, Any]:
@@ -173,7 +193,7 @@ def at_threshold(records: list[dict[str, Any]], threshold: float, arm: str = "ta
     """What a threshold gives, one number per task: `escalated`, `right`, `flops` and `first_token`.
 
     Args:
-        records: from `measure_tasks`.
+        records: from `answered`.
         threshold: of doubt, above which `arm` answers, and the source elsewhere.
         arm: name of one of the arms.
     """
@@ -215,14 +235,23 @@ def calibrate_policy(
 ) -> tuple[Above, dict[str, Any]]:
     """A threshold chosen on every other task, and what it gives on the rest.
 
+    Args:
+        records: from `measure_tasks`.
+        config: what is asked for.
+        tokens: that are drafted for a measure that looks at a draft.
+
     Returns:
-        The policy, and its evidence: `chosen` on so many tasks, `checked` with means and intervals (share of the
-        target's answers, accuracy, target FLOPs), the same for the source and the target alone, and the `curve` of
-        all tasks.
+        The policy, and its evidence: `chosen_on` so many tasks, `checked` with means and intervals (share of the
+        target's answers, accuracy, target FLOPs), the same for the source and the target alone, the `curve` of
+        all tasks, and of those that were `left_out` number and reason.
 
     Raises:
-        UsageError: no threshold reaches the accuracy, or a task has no doubt.
+        UsageError: no threshold reaches the accuracy, a task has no doubt, or fewer than 4 were answered.
     """
+    left_out = [
+        {"task": at, "reason": record["left_out"]} for at, record in enumerate(records, 1) if "left_out" in record
+    ]
+    records = answered(records)
     if any(not math.isfinite(record["doubt"]) for record in records):
         raise UsageError(f"escalation.measure={config.measure} says nothing of some task; take another measure.")
     chosen, checked = records[::2], records[1::2]
@@ -241,5 +270,6 @@ def calibrate_policy(
         "source_alone": summary(max(record["doubt"] for record in records)),
         "target_always": summary(float(np.nextafter(lowest, -np.inf))),
         "curve": curve(records),
+        "left_out": left_out,
     }
     return Above(measure_named(config.measure, tokens), threshold), evidence

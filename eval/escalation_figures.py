@@ -33,7 +33,7 @@ def escalation_figure(evidence: dict[str, Any]) -> str:
 
 
 def escalation_table(evidence: dict[str, Any]) -> str:
-    """The same in Markdown: source alone, the chosen threshold, the target always."""
+    """The same in Markdown: source alone, the chosen threshold, the target always; and the tasks that were left out."""
     rows = ["| | target answers | right | target GFLOPs per answer |", "|---|---|---|---|"]
     for name, label in NAMES.items():
         at = evidence[name]
@@ -42,4 +42,8 @@ def escalation_table(evidence: dict[str, Any]) -> str:
             f"| {label} | {at['escalated']['mean']:.1%} | {at['right']['mean']:.1%} ({low:.1%} … {high:.1%}) | "
             f"{at['flops']['mean'] / 1e9:.3f} |"
         )
+    left_out = evidence["left_out"]
+    if left_out:
+        listed = "; ".join(f"task {each['task']}: {each['reason']}" for each in left_out)
+        rows += ["", f"Left out, because the source has no answer to them: {len(left_out)} ({listed})."]
     return "\n".join(rows) + "\n"

@@ -69,7 +69,11 @@ class GateReport:
     @property
     def powerful(self) -> bool:
         """Whether every wrong injection fails by a factor of `POWER`."""
-        return all(value > POWER * self.limit for value in self.controls.values())
+        return all(map(self.clearly_fails, self.controls))
+
+    def clearly_fails(self, control: str) -> bool:
+        """Whether a wrong injection fails by a factor of `POWER`."""
+        return self.controls[control] > POWER * self.limit
 
 
 def identity_gate(model: KVModel, input_ids: Int[Tensor, "1 T"], plan: HandoffPlan | None = None) -> GateReport:

@@ -127,13 +127,6 @@ def score_document(gate: Gate, document: Document) -> Scored:
     return Scored(before.score, after.score, kl)
 
 
-def gate_documents(task: Task, count: int) -> list[Document]:
-    """The first documents of the task's corpus, on which the gate is calibrated."""
-    config = task.config
-    chat = config.format == "chat"
-    return task.documents(config.prompt, config.tokens, count, chat=chat, setting="gate.documents")
-
-
 def score_documents(task: Task, bridge: Bridge, name: str, documents: Sequence[Document]) -> list[Scored]:
     """Hand off documents; resumable.
 

@@ -11,6 +11,7 @@ import torch
 from tqdm.auto import tqdm
 
 from kvbridge.errors import UsageError
+from kvbridge.textfile import write_whole
 
 
 def _record(line: str) -> dict[str, Any]:
@@ -65,9 +66,7 @@ class PartialResults:
         return (parsed[0], parsed[1:]) if parsed else (self.identity, [])
 
     def _write(self, lines: list[dict[str, Any]]) -> None:
-        partial = self.path.with_name(self.path.name + ".partial")
-        partial.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        partial.replace(self.path)
+        write_whole(self.path, "".join(json.dumps(line) + "\n" for line in lines))
 
     def finish(
         self, total: int, make: Callable[[int], Iterator[dict[str, Any]]], *, unit: str, desc: str
@@ -94,7 +93,6 @@ class PartialResults:
     def append(self, record: dict[str, Any]) -> None:
         """Add one finished record."""
         if not self.path.exists():
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             self._write([self.identity])
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")

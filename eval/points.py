@@ -122,13 +122,6 @@ def summarise_points(
     return points
 
 
-def planning_documents(task: Task, count: int) -> list[Document]:
-    """The first documents of the task's corpus, on which plans are compared."""
-    config = task.config
-    chat = config.format == "chat"
-    return task.documents(config.prompt, config.tokens, count, chat=chat, setting="planner.documents")
-
-
 def measure_points(task: Task, bridge: Bridge, config: PlannerConfig) -> list[dict[str, Any]]:
     """The points of a bridge, with those that it lacks measured now.
 
@@ -141,7 +134,7 @@ def measure_points(task: Task, bridge: Bridge, config: PlannerConfig) -> list[di
         PlanError: no map and plan is worth measuring.
         UsageError, CorpusError: settings or text that cannot work.
     """
-    documents = planning_documents(task, config.documents)
+    documents = task.first_documents(config.documents, "planner.documents")
     tried = candidates(bridge, ModelCost.of(task.pair.target), documents, config, task.plan.sinks)
     shared = conditions(task, documents)
     known = _comparable(bridge.points, shared)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from kvbridge.eval.arms import Context, Reading, read_context, read_prompt, standard_arms, strip_prompt
+from kvbridge.eval.arms import Arm, Context, Reading, read_context, read_prompt, standard_arms, strip_prompt
 from kvbridge.eval.config import EvalConfig
 from kvbridge.eval.documents import Document
 from kvbridge.eval.partial import PartialResults
@@ -36,10 +37,7 @@ def _contexts(pair: ModelPair, probes: list[Probe]) -> Iterator[tuple[Probe, Con
             yield probe, read_context(pair, document, probe.other, states)
 
 
-def _readings(
-    pair: ModelPair, mapping: FormMap, plan: HandoffPlan, probe: Probe, context: Context
-) -> Iterator[tuple[str, Reading]]:
-    arms = standard_arms(pair, mapping, probe.plan(plan), probe.length)
+def _readings(arms: dict[str, Arm], context: Context) -> Iterator[tuple[str, Reading]]:
     yield "native", context.native
     for name in ARMS[1:]:
         yield name, arms[name](context)
@@ -82,13 +80,17 @@ def ask_probes(
         UsageError: `partial` belongs to other settings.
     """
 
+    @functools.cache
+    def arms_of(plan: HandoffPlan, length: int) -> dict[str, Arm]:
+        return standard_arms(pair, mapping, plan, length)
+
     def make(done: int) -> Iterator[Record]:
         for probe, context in _contexts(pair, probes[done:]):
             vocabulary = min(context.native.logits.shape[-1], context.source.logits.shape[-1])
             record: Record = {"task": probe.task, "length": probe.length, "depth": probe.depth}
             record["arms"] = {
                 name: score_probe(pair, probe, reading, vocabulary)
-                for name, reading in _readings(pair, mapping, plan, probe, context)
+                for name, reading in _readings(arms_of(probe.plan(plan), probe.length), context)
             }
             yield record
 

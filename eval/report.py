@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from kvbridge.eval.fidelity import METRIC_NAMES
 from kvbridge.eval.results import SCHEMA
 from kvbridge.eval.verdict import percent, seconds, verdict
 from kvbridge.pair import EMBEDDED
+from kvbridge.textfile import write_whole
 
 # What every reader of results relies on; whatever else is wrong is found while a page is written.
 PLACES = (
@@ -269,9 +269,6 @@ def render(folder: Path, names: Sequence[str], context: dict[str, Any]) -> list[
     environment.filters |= {"percent": percent, "cell": _markdown_cell}
     written = []
     for name in names:
-        path = folder / name
-        partial = path.with_name(name + ".partial")
-        partial.write_text(environment.get_template(f"{name}.j2").render(context))
-        os.replace(partial, path)
-        written.append(path)
+        written.append(folder / name)
+        write_whole(written[-1], environment.get_template(f"{name}.j2").render(context))
     return written

@@ -25,7 +25,6 @@ retention           null, or per benchmark task: n, chance, scores per arm, gap_
 from __future__ import annotations
 
 import json
-import os
 import platform
 import resource
 import subprocess
@@ -46,6 +45,7 @@ from kvbridge.flops import ModelCost, handoff_flops
 from kvbridge.kernels import FormMap
 from kvbridge.pair import ModelPair
 from kvbridge.plan import HandoffPlan
+from kvbridge.textfile import write_whole
 
 SCHEMA = 1
 PACKAGES = ("kvbridge", "torch", "transformers", "accelerate", "safetensors", "datasets", "numpy")
@@ -200,7 +200,4 @@ def build_results(
 
 def write_results(path: Path, results: dict[str, Any]) -> None:
     """Write `results.json`, all of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-    os.replace(partial, path)
+    write_whole(path, json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False) + "\n")

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
+import itertools
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ import numpy as np
 
 from kvbridge.calibration.corpus import Corpus
 from kvbridge.errors import UsageError
+from kvbridge.eval.partial import PartialResults
 from kvbridge.eval.statistics import mcnemar, mean_interval, resample, share_interval
 from kvbridge.eval.tasks import FOLDER
 from kvbridge.forms import Map
@@ -186,35 +186,6 @@ def score_task(name: str, arm: Any, config: RetentionConfig, folder: Path) -> di
     return {"questions": questions, "correct": correct, "chance": chance, "contexts": counts}
 
 
-class _Finished:
-    """Scored arms of tasks on disk, so that a killed run goes on at the next one."""
-
-    def __init__(self, path: Path, identity: dict[str, Any]) -> None:
-        self.path, self.identity = path, identity
-        self.records: dict[str, dict[str, Any]] = {}
-        if not path.exists():
-            return
-        try:
-            stored = json.loads(path.read_text())
-            found, records = dict(stored["identity"]), dict(stored["finished"])
-        except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-            raise UsageError(f"{path} is damaged ({error}); delete it and score again.") from error
-        if found != identity:
-            differing = sorted(key for key in identity if found.get(key) != identity[key])
-            raise UsageError(
-                f"{path} belongs to benchmark scores with other settings ({', '.join(differing)}); "
-                "use another out= or delete it."
-            )
-        self.records = records
-
-    def add(self, task: str, arm: str, record: dict[str, Any]) -> None:
-        self.records.setdefault(task, {})[arm] = record
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_name(self.path.name + ".partial")
-        partial.write_text(json.dumps({"identity": self.identity, "finished": self.records}))
-        os.replace(partial, self.path)
-
-
 def summarise(arms: dict[str, dict[str, Any]], resamples: int, seed: int) -> dict[str, Any]:
     """Scores and shares of one task from each arm's answers.
 
@@ -227,7 +198,7 @@ def summarise(arms: dict[str, dict[str, Any]], resamples: int, seed: int) -> dic
         UsageError: the arms did not answer the same questions.
     """
     if any(arms[arm]["questions"] != arms["native"]["questions"] for arm in ARMS):
-        raise UsageError("the arms answered different questions; delete retention.partial.json and score again.")
+        raise UsageError("the arms answered different questions; delete retention.partial.jsonl and score again.")
     correct = {arm: np.asarray(arms[arm]["correct"], dtype=float) for arm in ARMS}
     chance, draws = np.asarray(arms["native"]["chance"]), resample(len(correct["native"]), resamples, seed)
     contexts = arms["mapped"]["contexts"]
@@ -257,7 +228,7 @@ def score_retention(
     resamples: int,
     seed: int,
 ) -> dict[str, Any]:
-    """Score the tasks for source, native and mapped; finished arms are kept in `retention.partial.json`.
+    """Score the tasks for source, native and mapped; finished arms are kept in `retention.partial.jsonl`.
 
     Args:
         pair: source and target.
@@ -280,12 +251,17 @@ def score_retention(
     from kvbridge.eval.harness import PairLM
 
     settings = {"limit": config.limit, "fewshot": config.fewshot, "lm_eval": version("lm_eval")}
-    finished = _Finished(folder / "retention.partial.json", identity | settings)
-    for task in config.tasks:
-        for arm in ARMS:
-            if arm in finished.records.get(task, {}):
-                continue
+    partial = PartialResults(folder / "retention.partial.jsonl", identity | settings)
+    # Tasks may be added and named in another order, so finished arms are known by their names.
+    finished = {(record["task"], record["arm"]) for record in partial.load()}
+    missing = [each for each in itertools.product(config.tasks, ARMS) if each not in finished]
+
+    def make(_: int) -> Iterator[dict[str, Any]]:
+        for task, arm in missing:
             model = PairLM(pair, arm, plan, mapping)
             model.bar_title = f"{task} {arm}"
-            finished.add(task, arm, score_task(task, model, config, folder))
-    return {task: summarise(finished.records[task], resamples, seed) for task in config.tasks}
+            yield {"task": task, "arm": arm} | score_task(task, model, config, folder)
+
+    records = partial.finish(len(finished) + len(missing), make, unit="arm", desc="retention")
+    found = {(record["task"], record["arm"]): record for record in records}
+    return {task: summarise({arm: found[task, arm] for arm in ARMS}, resamples, seed) for task in config.tasks}

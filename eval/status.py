@@ -16,7 +16,7 @@ from kvbridge import __version__
 from kvbridge.dotted import flatten, trains_branch
 from kvbridge.errors import KVBridgeError, UsageError
 from kvbridge.eval.report import load_results, write_report
-from kvbridge.processes import process_state
+from kvbridge.textfile import write_whole
 
 STATUS = "status.json"
 # Settings that change neither what is computed nor its outcome.
@@ -29,11 +29,8 @@ INDIFFERENT = (
 
 def write_status(folder: Path, state: str, settings: dict[str, Any], **more: Any) -> None:
     """Write `status.json`, all of it or nothing; `state` is `running`, `finished` or `failed`."""
-    folder.mkdir(parents=True, exist_ok=True)
     who = {"pid": os.getpid(), "host": socket.gethostname(), "at": datetime.now(UTC).isoformat(timespec="seconds")}
-    partial = folder / f"{STATUS}.partial"
-    partial.write_text(json.dumps({"state": state} | who | more | {"settings": settings}, indent=1) + "\n")
-    os.replace(partial, folder / STATUS)
+    write_whole(folder / STATUS, json.dumps({"state": state} | who | more | {"settings": settings}, indent=1) + "\n")
 
 
 def read_status(folder: Path) -> dict[str, Any]:
@@ -53,12 +50,15 @@ def is_alive(status: dict[str, Any]) -> bool:
     if status.get("host") != socket.gethostname():
         return True
     try:
-        os.kill(int(status.get("pid", 0)) or -1, 0)
-    except (ProcessLookupError, OverflowError, ValueError, TypeError):
-        return False
+        process = int(status["pid"])
+        # Other numbers than those of processes mean groups of them, or all.
+        if process > 0:
+            os.kill(process, 0)
+        return process > 0
     except PermissionError:
         return True
-    return True
+    except (ProcessLookupError, OverflowError, KeyError, ValueError, TypeError):
+        return False
 
 
 def describe_failure(error: BaseException, sentence: str) -> dict[str, str]:
@@ -128,16 +128,8 @@ def is_finished(folder: Path, settings: dict[str, Any]) -> bool:
     The text of corpora is not read for this: results of a file that has changed since count as finished.
 
     Raises:
-        UsageError: the folder holds results of other settings or of another kvbridge, or a process is at work in it.
+        UsageError: the folder holds results of other settings or of another kvbridge.
     """
-    status = read_status(folder)
-    # Processes that were launched together share a folder; the first one asks for all.
-    others = process_state().is_main_process and status.get("pid") != os.getpid()
-    if others and is_alive(status) and status["host"] == socket.gethostname():
-        raise UsageError(
-            f"process {status['pid']} has been working in {folder} since {status['at']}; wait for it, give another "
-            "out=, or delete its status.json if that process is something else."
-        )
     if not (folder / "results.json").exists():
         return False
     try:
@@ -154,6 +146,6 @@ def is_finished(folder: Path, settings: dict[str, Any]) -> bool:
         raise UsageError(f"{folder} holds finished results with {listed}; give another out=, or delete them.")
     if not (folder / "report.html").exists():
         write_report(folder)
-    if status.get("state") != "finished":
+    if read_status(folder).get("state") != "finished":
         write_status(folder, "finished", settings)
     return True

@@ -84,6 +84,11 @@ class Task:
             setting=setting,
         )
 
+    def first_documents(self, count: int, setting: str) -> list[Document]:
+        """The first documents, cut and framed as the evaluation's are; `setting` says how many."""
+        config = self.config
+        return self.documents(config.prompt, config.tokens, count, chat=config.format == "chat", setting=setting)
+
 
 @dataclass(frozen=True, slots=True)
 class Subject:
@@ -135,8 +140,7 @@ class Part(NamedTuple):
 
 
 def _prepare_documents(task: Task) -> list[Document]:
-    config = task.config
-    return task.documents(config.prompt, config.tokens, config.documents, chat=config.format == "chat")
+    return task.first_documents(task.config.documents, "eval.documents")
 
 
 def _measure_documents(subject: Subject, documents: list[Document]) -> list[dict[str, Any]]:

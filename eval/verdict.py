@@ -8,7 +8,6 @@ from typing import Any
 from kvbridge.eval.gate import LIMITS
 from kvbridge.eval.statistics import mean_interval, resample
 
-RESAMPLES = 2000
 INJECTED_LIMITS = {str(dtype).removeprefix("torch."): limit for dtype, limit in LIMITS.items()}
 
 
@@ -37,7 +36,9 @@ def seconds(value: float) -> str:
 def kl_difference(results: dict[str, Any], arm: str, other: str) -> dict[str, Any]:
     """Paired difference of KL per document, arm minus other, with its 95 % interval."""
     differences = [document[arm]["kl"] - document[other]["kl"] for document in results["documents"]]
-    return mean_interval(differences, resample(len(differences), RESAMPLES, results["run"]["seeds"]["eval"]))
+    run = results["run"]
+    draws = resample(len(differences), run["settings"]["eval"]["resamples"], run["seeds"]["eval"])
+    return mean_interval(differences, draws)
 
 
 def _headline(results: dict[str, Any]) -> Finding:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import PreTrainedConfig
 
 from kvbridge import compat
 from kvbridge.errors import UnsupportedModelError
@@ -32,6 +32,9 @@ def _queried_attention(
 ) -> tuple[Tensor, Any]:
     """The library's own attention, after the scaled queries have gone to the module's `record`."""
     _refuse_special(module, given, "another loss than attention")
+    # Importing it takes seconds.
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
     module.record(query * scaling)
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, scaling=scaling, **given)
 
@@ -51,7 +54,9 @@ def _recorded_attention(
     return output.view(batch, heads, queries, -1).transpose(1, 2).to(query.dtype), None
 
 
-def recorded_backbone(model: PreTrainedModel, record: Callable[[Tensor], None]) -> PreTrainedModel:
+def recorded_backbone(
+    model: transformers.PreTrainedModel, record: Callable[[Tensor], None]
+) -> transformers.PreTrainedModel:
     """A backbone that shares all weights with the model's own and shows its attention.
 
     The model keeps its own attention, so that other threads can use it meanwhile.
@@ -60,18 +65,20 @@ def recorded_backbone(model: PreTrainedModel, record: Callable[[Tensor], None]) 
         model: the transformer.
         record: called in every layer with the attention probabilities `[B, H_q, queries, keys]` in fp32.
     """
-    AttentionInterface.register(RECORDED_ATTENTION, _recorded_attention)
+    transformers.AttentionInterface.register(RECORDED_ATTENTION, _recorded_attention)
     return _with_attention(model, RECORDED_ATTENTION, record)
 
 
-def queried_backbone(model: PreTrainedModel, record: Callable[[Tensor], None]) -> PreTrainedModel:
+def queried_backbone(
+    model: transformers.PreTrainedModel, record: Callable[[Tensor], None]
+) -> transformers.PreTrainedModel:
     """A backbone that shares all weights with the model's own and shows its queries.
 
     Args:
         model: the transformer.
         record: called in every layer with the rotated queries `[B, H_q, T, D]`, times the scale of their products.
     """
-    AttentionInterface.register(QUERIED_ATTENTION, _queried_attention)
+    transformers.AttentionInterface.register(QUERIED_ATTENTION, _queried_attention)
     return _with_attention(model, QUERIED_ATTENTION, record)
 
 
@@ -82,7 +89,7 @@ def _attention_parts(layer: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
-def output_projections(model: PreTrainedModel) -> list[Tensor]:
+def output_projections(model: transformers.PreTrainedModel) -> list[Tensor]:
     """What turns the heads' outputs of each layer into the residual stream: weights `[E, H_q · D]`.
 
     Raises:
@@ -101,7 +108,9 @@ def output_projections(model: PreTrainedModel) -> list[Tensor]:
     return found
 
 
-def _with_attention(model: PreTrainedModel, name: str, record: Callable[[Tensor], None]) -> PreTrainedModel:
+def _with_attention(
+    model: transformers.PreTrainedModel, name: str, record: Callable[[Tensor], None]
+) -> transformers.PreTrainedModel:
     """A copy of the backbone, with all its weights, whose attention is the one registered under `name`."""
 
     def replaced(layer: nn.Module) -> nn.Module:

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from kvbridge.errors import UsageError
@@ -25,7 +26,7 @@ def load_config(location: str, revision: str | None = None, trust: bool = False)
         UsageError: there is none.
     """
     try:
-        return AutoConfig.from_pretrained(location, revision=revision, trust_remote_code=trust)
+        return transformers.AutoConfig.from_pretrained(location, revision=revision, trust_remote_code=trust)
     except (OSError, ValueError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise UsageError(f"no model config could be loaded from {location!r}: {first_line}") from error
@@ -38,7 +39,9 @@ def config_geometry(config: Any, trust: bool = False) -> KVGeometry:
         UnsupportedModelError: the model's cache cannot be carried.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", trust_remote_code=trust)
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation="sdpa", trust_remote_code=trust
+        )
     return read_geometry(model)
 
 
@@ -49,7 +52,7 @@ def load_model(location: str, revision: str | None, dtype: torch.dtype, device: 
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             location, revision=revision, use_safetensors=True, output_loading_info=True, **arguments
         )
         model, report = loaded
@@ -70,7 +73,7 @@ def load_model(location: str, revision: str | None, dtype: torch.dtype, device: 
 
 def load_tokenizer(location: str, revision: str | None, trust: bool) -> PreTrainedTokenizerBase:
     try:
-        return AutoTokenizer.from_pretrained(location, revision=revision, trust_remote_code=trust)
+        return transformers.AutoTokenizer.from_pretrained(location, revision=revision, trust_remote_code=trust)
     except (OSError, ValueError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise UsageError(f"no tokenizer could be loaded from {location!r}: {first_line}") from error

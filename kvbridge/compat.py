@@ -11,8 +11,9 @@ from functools import cache as memoize
 from typing import Any, cast
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
+from transformers import Cache, DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from kvbridge.errors import UnsupportedModelError
@@ -27,17 +28,17 @@ def _cache_argument(model_class: type[nn.Module]) -> str:
     return "cache" if "cache" in parameters else "past_key_values"
 
 
-def run(module: PreTrainedModel, input_ids: Tensor | None, cache: Cache, **arguments: Any) -> Any:
+def run(module: transformers.PreTrainedModel, input_ids: Tensor | None, cache: Cache, **arguments: Any) -> Any:
     """Call a model or backbone on `input_ids`, or on `inputs_embeds=`, with `cache`, which it extends in place."""
     return module(input_ids=input_ids, use_cache=True, **{_cache_argument(type(module)): cache}, **arguments)
 
 
-def backbone(model: PreTrainedModel) -> PreTrainedModel:
+def backbone(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
     """The decoder without its language-model head."""
-    return cast(PreTrainedModel, model.base_model)
+    return cast("transformers.PreTrainedModel", model.base_model)
 
 
-def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+def decoder_layers(model: transformers.PreTrainedModel) -> nn.ModuleList:
     """The list of decoder layers.
 
     Raises:
@@ -54,7 +55,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 @contextlib.contextmanager
-def residual_streams(model: PreTrainedModel, layers: Iterable[int]) -> Iterator[dict[int, Tensor]]:
+def residual_streams(model: transformers.PreTrainedModel, layers: Iterable[int]) -> Iterator[dict[int, Tensor]]:
     """While open, every forward pass leaves the residual stream `[B, T, E]` at the input of each of `layers`."""
     found: dict[int, Tensor] = {}
 
@@ -73,7 +74,7 @@ def residual_streams(model: PreTrainedModel, layers: Iterable[int]) -> Iterator[
             handle.remove()
 
 
-def head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+def head_logits(model: transformers.PreTrainedModel, hidden: Tensor) -> Tensor:
     """Logits `[…, V]` of the backbone's output `[…, E]`, for models whose head is one linear map.
 
     Raises:
@@ -85,12 +86,12 @@ def head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     return head(hidden)
 
 
-def empty_cache(model: PreTrainedModel) -> DynamicCache:
+def empty_cache(model: transformers.PreTrainedModel) -> DynamicCache:
     """A fresh growing cache laid out for `model`."""
     return DynamicCache(config=model.config)
 
 
-def layer_kinds(model: PreTrainedModel) -> list[str]:
+def layer_kinds(model: transformers.PreTrainedModel) -> list[str]:
     """One word per cache layer: `full`, or the class that transformers would use instead."""
     return [
         "full" if type(layer) is DynamicLayer else type(layer).__name__.removeprefix("Dynamic").removesuffix("Layer")
@@ -147,7 +148,7 @@ def _watched(layer: nn.Module, number: int, before: Callable[[int, Tensor], Tens
     return copied
 
 
-def with_layers(model: PreTrainedModel, layers: Iterable[nn.Module]) -> PreTrainedModel:
+def with_layers(model: transformers.PreTrainedModel, layers: Iterable[nn.Module]) -> transformers.PreTrainedModel:
     """A shallow copy of the backbone, with all its weights, that runs other decoder layers."""
     copied = copy.copy(backbone(model))
     # A wrapped forward is bound to the original and would run its layers.
@@ -156,7 +157,9 @@ def with_layers(model: PreTrainedModel, layers: Iterable[nn.Module]) -> PreTrain
     return copied
 
 
-def watched_backbone(model: PreTrainedModel, layers: range, before: Callable[[int, Tensor], Tensor]) -> PreTrainedModel:
+def watched_backbone(
+    model: transformers.PreTrainedModel, layers: range, before: Callable[[int, Tensor], Tensor]
+) -> transformers.PreTrainedModel:
     """A backbone that shares all weights with the model's own, runs some of its decoder layers and watches them.
 
     The model is left as it is, so that other threads can use it meanwhile.
@@ -170,7 +173,9 @@ def watched_backbone(model: PreTrainedModel, layers: range, before: Callable[[in
     return with_layers(model, [_watched(every[number], number, before) for number in layers])
 
 
-def copy_cache(cache: Cache, model: PreTrainedModel, length: int | None = None, batch: int = 1) -> DynamicCache:
+def copy_cache(
+    cache: Cache, model: transformers.PreTrainedModel, length: int | None = None, batch: int = 1
+) -> DynamicCache:
     """An independent growing cache with the first `length` tokens of `cache` (all by default), `batch` times over."""
     copied = empty_cache(model)
     for layer in range(len(cache.layers)):
@@ -182,7 +187,7 @@ def copy_cache(cache: Cache, model: PreTrainedModel, length: int | None = None, 
     return copied
 
 
-def static_cache(model: PreTrainedModel, max_length: int) -> StaticCache:
+def static_cache(model: transformers.PreTrainedModel, max_length: int) -> StaticCache:
     """A preallocated cache for up to `max_length` tokens."""
     return StaticCache(config=model.config, max_cache_len=max_length)
 

@@ -7,7 +7,8 @@ import json
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+import transformers
+from transformers import PreTrainedTokenizerBase
 
 # Every tensor contributes this many evenly spaced numbers: any fine-tuning changes some, and no weight is read whole.
 SAMPLES_PER_TENSOR = 64
@@ -19,7 +20,7 @@ def digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def fingerprint_model(model: PreTrainedModel) -> str:
+def fingerprint_model(model: transformers.PreTrainedModel) -> str:
     """Digest of the names, shapes and sampled values of all weights.
 
     Values are compared as bf16, so that one checkpoint has one fingerprint in fp32 and bf16, on every device.

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import PreTrainedModel
 
 from kvbridge import compat
 from kvbridge.errors import UnsupportedModelError
@@ -61,13 +61,13 @@ class KVGeometry:
         return f"{self.model_type}: {self.layers} layers, {heads}, RoPE {self.rope_kind}{norm}"
 
 
-def _refuse(model: PreTrainedModel, what: str) -> UnsupportedModelError:
+def _refuse(model: transformers.PreTrainedModel, what: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{type(model).__name__} cannot be carried: {what}. Run `kvbridge doctor` for what is supported."
     )
 
 
-def _check_layers(model: PreTrainedModel, config: Any) -> None:
+def _check_layers(model: transformers.PreTrainedModel, config: Any) -> None:
     if getattr(config, "kv_lora_rank", None):
         raise _refuse(model, f"setting kv_lora_rank={config.kv_lora_rank} means latent attention (MLA)")
     if getattr(config, "num_kv_shared_layers", 0):
@@ -80,7 +80,7 @@ def _check_layers(model: PreTrainedModel, config: Any) -> None:
             raise _refuse(model, f"layer {layer} is {kind}, and only full attention keeps every token")
 
 
-def _rope(model: PreTrainedModel, config: Any) -> dict[str, Any]:
+def _rope(model: transformers.PreTrainedModel, config: Any) -> dict[str, Any]:
     rope = getattr(config, "rope_parameters", None)
     # transformers 5.16 adds a rope_type beside the per-layer-type tables.
     if not rope or "rope_type" not in rope or any(isinstance(value, dict) for value in rope.values()):
@@ -92,7 +92,7 @@ def _rope(model: PreTrainedModel, config: Any) -> dict[str, Any]:
     return dict(rope)
 
 
-def _key_norm(model: PreTrainedModel, kv_heads: int, head_dim: int) -> str:
+def _key_norm(model: transformers.PreTrainedModel, kv_heads: int, head_dim: int) -> str:
     kinds = {(head_dim,): "head", (kv_heads * head_dim,): "all", (kv_heads, head_dim): "head"}
     for name, module in compat.decoder_layers(model)[0].named_modules():
         if name.rsplit(".", 1)[-1] in ("k_norm", "k_layernorm") and isinstance(module, nn.Module):
@@ -101,7 +101,7 @@ def _key_norm(model: PreTrainedModel, kv_heads: int, head_dim: int) -> str:
     return "none"
 
 
-def read_geometry(model: PreTrainedModel) -> KVGeometry:
+def read_geometry(model: transformers.PreTrainedModel) -> KVGeometry:
     """Read the KV geometry of a loaded model.
 
     Raises:

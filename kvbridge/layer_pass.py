@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 from kvbridge import compat
 from kvbridge.errors import UnsupportedModelError
@@ -21,7 +22,7 @@ class _PartComplete(Exception):
 class _PartCache(DynamicCache):
     """A cache that stops the forward pass as soon as layer `last` has its keys and values."""
 
-    def __init__(self, model: PreTrainedModel, last: int, past: dict[int, tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, model: transformers.PreTrainedModel, last: int, past: dict[int, tuple[Tensor, Tensor]]) -> None:
         super().__init__(config=model.config)
         self.last = last
         for layer, (keys, values) in past.items():
@@ -35,7 +36,7 @@ class _PartCache(DynamicCache):
             raise _PartComplete
         return stored
 
-    def stored(self, model: PreTrainedModel, layers: range) -> list[tuple[Tensor, Tensor]]:
+    def stored(self, model: transformers.PreTrainedModel, layers: range) -> list[tuple[Tensor, Tensor]]:
         found = [compat.layer_tensors(self, layer) for layer in layers]
         if any(tensors is None for tensors in found):
             raise UnsupportedModelError(
@@ -57,7 +58,7 @@ class HeadPass(NamedTuple):
 
 
 def run_head(
-    model: PreTrainedModel,
+    model: transformers.PreTrainedModel,
     input_ids: Tensor,
     last: int,
     positions: Tensor | None = None,
@@ -91,7 +92,7 @@ def run_head(
 
 
 def run_tail(
-    model: PreTrainedModel,
+    model: transformers.PreTrainedModel,
     boundary: Tensor,
     first: int,
     positions: Tensor,

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import transformers
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache
 
 from kvbridge import compat
 from kvbridge.fingerprint import fingerprint_model
@@ -29,7 +30,7 @@ class KVModel:
         revision: hub revision, where there is one.
     """
 
-    model: PreTrainedModel
+    model: transformers.PreTrainedModel
     geometry: KVGeometry
     rotary: RotaryCodec
     fingerprint: str
@@ -37,7 +38,7 @@ class KVModel:
     revision: str | None = None
 
     @classmethod
-    def wrap(cls, model: PreTrainedModel, name: str = "", revision: str | None = None) -> KVModel:
+    def wrap(cls, model: transformers.PreTrainedModel, name: str = "", revision: str | None = None) -> KVModel:
         """Read geometry, rotary codec and fingerprint from a loaded model.
 
         Raises:

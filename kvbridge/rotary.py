@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import transformers
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from kvbridge import compat
 from kvbridge.errors import UnsupportedModelError
@@ -70,7 +70,7 @@ class RotaryCodec:
         return turned if rest.shape[-1] == 0 else torch.cat((turned, rest), dim=-1)
 
 
-def _probe_keys(model: PreTrainedModel, positions: Tensor) -> list[Float[Tensor, "H T D"]]:
+def _probe_keys(model: transformers.PreTrainedModel, positions: Tensor) -> list[Float[Tensor, "H T D"]]:
     """Keys of every layer for one and the same token, alone in its row, at every one of `positions`."""
     token = min(7, model.config.get_text_config(decoder=True).vocab_size - 1)
     input_ids = torch.full((len(positions), 1), token, device=positions.device)
@@ -88,7 +88,7 @@ def _explained(codec: RotaryCodec, keys: Tensor, positions: Tensor) -> float:
     return float((content - centre).norm() / content.norm().clamp_min(1e-30))
 
 
-def read_rotary(model: PreTrainedModel) -> RotaryCodec:
+def read_rotary(model: transformers.PreTrainedModel) -> RotaryCodec:
     """The codec of a loaded model, proved on the model's own keys.
 
     A token that sees only itself has the same hidden states at every position, so its keys must be equal too once the

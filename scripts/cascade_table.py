@@ -19,7 +19,7 @@ import numpy as np
 from kvbridge import Bridge, HandoffPlan, load_pair
 from kvbridge.cascade import Cascade, FirstTokenEntropy, SamplingParams
 from kvbridge.eval.answer_tasks import EMBEDDED_TASKS, embedded_tasks
-from kvbridge.eval.escalation import Doubt, EscalationConfig, at_threshold, choose_threshold, measure_tasks
+from kvbridge.eval.escalation import Doubt, EscalationConfig, answered, at_threshold, choose_threshold, measure_tasks
 from kvbridge.eval.statistics import mcnemar, mean_interval, resample
 
 RESAMPLES = 4000
@@ -102,7 +102,8 @@ def main() -> None:
     }
     tasks = embedded_tasks(options.task, options.count, filler=options.filler, seed=options.seed)
     params = SamplingParams(max_new_tokens=8, stop=(".",))
-    records = measure_tasks(arms, doubt, tasks, params, out / f"{options.task}.jsonl")
+    measured = measure_tasks(arms, doubt, tasks, params, out / f"{options.task}.jsonl")
+    records = answered(measured)
     # The threshold comes from every other task, and the table from the rest.
     chosen, checked = records[::2], records[1::2]
     threshold = choose_threshold(chosen, EscalationConfig(rate=options.rate), "carried")
@@ -118,7 +119,9 @@ def main() -> None:
     (out / f"{options.task}.md").write_text(text)
     outcomes = [record["carried"]["outcome"] for record in records]
     print(
-        text, json.dumps({name: outcomes.count(name) for name in sorted(set(outcomes))}), f"threshold {threshold:.4g}"
+        text,
+        json.dumps({name: outcomes.count(name) for name in sorted(set(outcomes))}),
+        f"threshold {threshold:.4g}, {len(measured) - len(records)} tasks left out",
     )
 
 

@@ -56,7 +56,7 @@ def results(arms: dict[str, tuple[float, float]] = ARMS, documents: int = 9) -> 
                 "mapper": {"name": "ridge", "k": 8},
                 "plan": {"sinks": 4, "native_head": None, "native_tail": 16},
                 "calibration": {"corpus": "text.jsonl", "seed": 0},
-                "eval": {"corpus": "dev.jsonl", "seed": 0},
+                "eval": {"corpus": "dev.jsonl", "seed": 0, "resamples": 2000},
             },
             "seeds": {"calibration": 0, "eval": 0},
             "seconds": {},

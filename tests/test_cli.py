@@ -41,6 +41,14 @@ def test_help_needs_no_heavy_import(tmp_path: Path) -> None:
         assert re.search(rf"^  {command}  +\w", done.stdout, re.MULTILINE)
 
 
+def test_settings_need_no_code_of_models() -> None:
+    code = (
+        "import sys; from kvbridge.cli.settings import register; register(); "
+        "sys.exit('transformers.modeling_utils' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 @pytest.mark.parametrize("arguments", [[], ["-h"], ["--help"]], ids=["none", "-h", "--help"])
 def test_help_and_nothing_print_the_usage(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from command_line import Run, sentence
 from kvbridge.cascade import Above, Always, Cascade, FirstTokenEntropy, MeanSurprise, Never, SamplingParams
+from kvbridge.cascade.memory import Memory
 from kvbridge.cascade.policy_file import load_policy, policy_named, save_policy
-from kvbridge.errors import PairMismatchError, UsageError
+from kvbridge.errors import CacheError, PairMismatchError, UsageError
 from kvbridge.eval.answer_tasks import AnswerTask, embedded_tasks, read_tasks
 from kvbridge.eval.escalation import (
     Doubt,
     EscalationConfig,
+    answered,
     at_threshold,
     calibrate_policy,
     choose_threshold,
@@ -139,23 +143,42 @@ def test_arms_are_measured_and_resumed(twins: ModelPair, tmp_path: Path) -> None
     assert [each["doubt"] for each in again] == [each["doubt"] for each in found]
 
 
-def test_tasks_that_the_source_cannot_answer_are_refused(twins: ModelPair, tmp_path: Path) -> None:
+def test_a_task_that_is_too_long_is_refused_before_any_is_asked(twins: ModelPair, tmp_path: Path) -> None:
     longest, partial = twins.source.geometry.max_positions, tmp_path / "partial.jsonl"
-
-    def measured(prompts: list[str], arm: Cascade) -> None:
-        tasks = [AnswerTask(prompt, "x") for prompt in prompts]
-        measure_tasks({"source": arm, "target": arm}, doubt, tasks, SamplingParams(max_new_tokens=3), partial)
-
-    doubt = Doubt(FirstTokenEntropy())
-    alone = Cascade(twins, None, policy=doubt)
-    short = " ".join(WORDS[:5])
-    length = len(twins.tokenizer("a" * (longest - 2))["input_ids"])
+    doubt, texts = Doubt(FirstTokenEntropy()), (" ".join(WORDS[:5]), "a" * (longest - 2))
+    alone, tasks = Cascade(twins, None, policy=doubt), [AnswerTask(text, "x") for text in texts]
+    length = len(twins.tokenizer(texts[1])["input_ids"])
     with pytest.raises(UsageError, match=rf"^task 2 of escalation\.tasks has {length} tokens and .* for {longest} tog"):
-        measured([short, "a" * (longest - 2)], alone)
-    # Nothing was asked before that was found out.
+        measure_tasks({"source": alone, "target": alone}, doubt, tasks, SamplingParams(max_new_tokens=3), partial)
     assert not partial.exists()
-    with pytest.raises(UsageError, match=r"^the source has no answer to task 1 of escalation\.tasks \(the casc"):
-        measured([short], Cascade(twins, None))
+
+
+def test_a_task_that_the_source_has_no_answer_to_is_counted(
+    twins: ModelPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    doubt = Doubt(FirstTokenEntropy())
+    arms = {"source": Cascade(twins, None, policy=doubt), "target": Cascade(twins, None)}
+    tasks = [AnswerTask(f"{' '.join(WORDS[:5])} {word}", "x") for word in WORDS[:6]]
+    params, read = SamplingParams(max_new_tokens=2), Memory.read
+
+    def broken(memory: Memory, tokens: Sequence[int]) -> Tensor:
+        if memory.model is twins.source and list(tokens) == twins.tokenizer(tasks[1].prompt)["input_ids"]:
+            raise CacheError("its logits are not finite.")
+        return read(memory, tokens)
+
+    monkeypatch.setattr(Memory, "read", broken)
+    records = measure_tasks(arms, doubt, tasks, params, tmp_path / "partial.jsonl")
+    assert records[1] == {"left_out": "the source failed: its logits are not finite"}
+    _, evidence = calibrate_policy(records, EscalationConfig(rate=0.5, resamples=50), 8)
+    assert evidence["left_out"] == [{"task": 2, "reason": records[1]["left_out"]}]
+    assert (evidence["chosen_on"], evidence["checked"]["right"]["n"]) == (3, 2)
+    *_, empty, said = escalation_table(evidence).splitlines()
+    assert (empty, said) == (
+        "",
+        f"Left out, because the source has no answer to them: 1 (task 2: {records[1]['left_out']}).",
+    )
+    with pytest.raises(UsageError, match=r"^the source answers 3 of 4 tasks \(the source failed: its logits"):
+        answered(records[:4])
 
 
 def test_operations_of_an_answer(twins: ModelPair) -> None:

@@ -16,7 +16,7 @@ from kvbridge.errors import ArtifactError, PlanError, UsageError
 from kvbridge.eval import EvalConfig, points
 from kvbridge.eval.candidates import Candidate, PlannerConfig, candidates
 from kvbridge.eval.plan_report import plan_context, write_plan_report
-from kvbridge.eval.points import measure_points, planning_documents, score_candidates
+from kvbridge.eval.points import measure_points, score_candidates
 from kvbridge.eval.suite import Task
 from kvbridge.flops import ModelCost, prefill_share
 from kvbridge.forms import SharedBasis
@@ -74,7 +74,9 @@ def task(pair: ModelPair, tmp_path: Path) -> Task:
 
 
 def tried(task: Task, bridge: Bridge, config: PlannerConfig = GRID) -> list[Candidate]:
-    return candidates(bridge, ModelCost.of(task.pair.target), planning_documents(task, 2), config, task.plan.sinks)
+    return candidates(
+        bridge, ModelCost.of(task.pair.target), task.first_documents(2, "planner.documents"), config, task.plan.sinks
+    )
 
 
 def test_tries_every_map_under_the_plans_that_it_can_follow(task: Task, bridge: Bridge) -> None:
@@ -94,7 +96,7 @@ def test_attended_tokens_cost_and_are_tried(task: Task, bridge: Bridge) -> None:
     ridge = [each for each in found if each.map == "ridge"]
     assert [each.plan.native_attended for each in ridge] == [0.0, 0.2, 0.0, 0.2]
     assert ridge[1].share > ridge[0].share
-    (record, _) = score_candidates(task, bridge, ridge, planning_documents(task, 2))
+    (record, _) = score_candidates(task, bridge, ridge, task.first_documents(2, "planner.documents"))
     assert len({scores["kl"] for scores in record["candidates"]}) == 4
 
 
@@ -122,7 +124,7 @@ def test_a_map_that_costs_what_it_saves_is_not_tried(task: Task, bridge: Bridge)
 
 def test_scores_are_those_of_a_hand_off(task: Task, bridge: Bridge) -> None:
     found = tried(task, bridge)
-    documents = planning_documents(task, 2)
+    documents = task.first_documents(2, "planner.documents")
     records = score_candidates(task, bridge, found, documents)
     assert [record["id"] for record in records] == ["d0", "d1"]
     target, source = task.pair.target, task.pair.source

@@ -271,13 +271,20 @@ def test_killed_probes_go_on_with_the_same_records(
     tmp_path: Path,
     cut: Callable[[bytes], bytes],
     kept: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    made: list[tuple[HandoffPlan, int]] = []
+    monkeypatch.setattr(
+        "kvbridge.eval.probe_results.standard_arms", lambda *given: made.append(given[2:]) or standard_arms(*given)
+    )
     left = tmp_path / "probes.partial.jsonl"
     left.write_bytes(cut(partial.read_bytes()))
     before = len(PartialResults(left, IDENTITY).load())
     assert before == kept
     resumed = ask_probes(pair, mapping, PLAN, probes, partial=left, identity=IDENTITY)
     assert resumed == records
+    # Arms depend on length and tail alone, and are made once for each.
+    assert len(made) == len(set(made))
     assert left.read_bytes() == partial.read_bytes()
 
 

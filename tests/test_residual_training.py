@@ -18,7 +18,7 @@ from kvbridge.attention import queried_backbone
 from kvbridge.calibration import CalibrationMoments, calibrate
 from kvbridge.errors import CalibrationError, TrainingError, UnsupportedModelError, UsageError
 from kvbridge.kernels import FormMap
-from kvbridge.mappers import Joint, residual_config
+from kvbridge.mappers import Joint
 from kvbridge.mappers.residual import losses, train_residual
 from kvbridge.mappers.residual.losses import LOSSES, attend, kl_loss, mean_divergence, on_policy_queries
 from kvbridge.mappers.residual.mapping import AdaptedMap
@@ -168,10 +168,6 @@ def test_queries_on_the_way_are_native_where_the_cache_is(fitted: Fitted, monkey
     # The first mapped layer reads what native layers gave.
     assert relative_error(mapped[0], wanted[0]) < 1e-4
     assert relative_error(mapped[-1], wanted[-1]) > 1e-3
-
-
-def test_losses_are_those_that_settings_know() -> None:
-    assert tuple(LOSSES) == residual_config.LOSSES
 
 
 def curve(trained: Trainer) -> list[Any]:

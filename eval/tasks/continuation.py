@@ -7,7 +7,6 @@ document   [ 0 ……………… P−1 | P … P+15 | ………… others: 16 t
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvbridge.calibration.corpus import Corpus
 from kvbridge.errors import CorpusError, UsageError
+from kvbridge.textfile import write_whole
 from kvbridge.tokens import encode
 
 CHOICES = 4
@@ -88,17 +88,13 @@ def write_questions(path: Path, found: Iterator[dict[str, Any]]) -> None:
     Raises:
         CorpusError: there is none.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Processes that were launched together write the same questions.
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     lines = [json.dumps(question, ensure_ascii=False) + "\n" for question in found]
     if not lines:
         raise CorpusError(
             f"no document of the evaluation corpus has eval.prompt + {CHOICES * LENGTH} tokens, which "
             "kvbridge_continuation needs; give longer text or a smaller eval.prompt."
         )
-    partial.write_text("".join(lines))
-    os.replace(partial, path)
+    write_whole(path, "".join(lines))
 
 
 def dataset(documents: str | None = None, **_: Any) -> dict[str, Dataset]:

@@ -132,9 +132,10 @@ def print_bridge(bridge: Bridge, location: str) -> None:
 
 def print_support(pair: ModelPair) -> None:
     """Print what can be done with a pair."""
+    from kvbridge.mappers.identity import same_shape
+
     source, target = pair.source.geometry, pair.target.geometry
-    same = (source.layers, source.kv_heads, source.head_dim) == (target.layers, target.kv_heads, target.head_dim)
-    console = Console()
+    same, console = same_shape(source, target), Console()
     console.print(f"tokenizer: one for both (fingerprint {pair.tokenizer_fingerprint})")
     console.print(f"prompts: up to {pair.max_positions:,} tokens")
     console.print(
@@ -150,9 +151,8 @@ def print_gate(role: str, model: KVModel, report: Any) -> None:
     console.print(f"{role}: {model.geometry.describe()}; {str(model.dtype).removeprefix('torch.')} on {model.device}")
     console.print(f"  gate {verdict}: injected KL {report.injected:.1e} nats, limit {report.limit:.0e}")
     for name, value in report.controls.items():
-        console.print(
-            f"  control, {name}: {value:.1e}" + ("" if value > 100 * report.limit else " (too weak to prove it)")
-        )
+        weak = "" if report.clearly_fails(name) else " (too weak to prove it)"
+        console.print(f"  control, {name}: {value:.1e}{weak}")
 
 
 def print_results(results: dict[str, Any]) -> None:

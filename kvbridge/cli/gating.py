@@ -46,13 +46,13 @@ def calibrate_gate_command(config: DictConfig) -> None:
 
 def _calibrated(settings: Settings, pair: ModelPair, bridge: Bridge) -> dict[str, Any]:
     """The gate as a bridge stores it."""
-    from kvbridge.eval.gating import calibrate_gate, gate_documents, score_documents
+    from kvbridge.eval.gating import calibrate_gate, score_documents
     from kvbridge.eval.suite import Task
 
     choice = chosen(settings, pair, bridge) if settings.auto else None
     name = choice.map if choice else bridge.map_name(settings.map)
     task = Task.of(pair, choice.plan if choice else provisional(settings), settings.eval, settings.out)
-    documents = gate_documents(task, settings.gate.documents)
+    documents = task.first_documents(settings.gate.documents, "gate.documents")
     limits = calibrate_gate(score_documents(task, bridge, name, documents), settings.gate)
     plan = documents[0].plan(task.plan)
     return {"map": name, "plan": plan.to_dict(), **limits, "text": task.corpus.fingerprint}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 import shutil
 import uuid
@@ -23,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbridge.errors import KVBridgeError, UsageError
+from kvbridge.textfile import write_whole
 
 SWEEP_FLAGS = ("-m", "--multirun")
 # Commands that leave results, and so a status.
@@ -160,10 +160,7 @@ def _expect(folder: Path, names: list[str]) -> None:
         known = []
     jobs = list(dict.fromkeys([*known, *names]))
     if jobs != known:
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f"sweep.json.{os.getpid()}.partial"
-        partial.write_text(json.dumps({"jobs": jobs}, indent=1) + "\n")
-        os.replace(partial, path)
+        write_whole(path, json.dumps({"jobs": jobs}, indent=1) + "\n")
 
 
 def place(config: DictConfig, sweep: Sweep, command: str) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvbridge import compat
 from kvbridge.attention import output_projections, queried_backbone
+from kvbridge.mappers import residual_config
 from kvbridge.mappers.residual.mapping import AdaptedMap
 from kvbridge.mappers.residual.readings import Readings
 from kvbridge.mappers.residual.suffixes import carried_cache, read_suffixes, suffix_mask, suffix_positions
@@ -192,5 +193,5 @@ def kl_loss(mapping: AdaptedMap, readings: Readings, starts: Sequence[int], suff
     return mean_divergence(native, given)
 
 
-# The names that `ResidualConfig` knows, which is read without importing this module.
-LOSSES: dict[str, Loss] = {"mse": mse_loss, "attention": attention_loss, "on_policy": on_policy_loss, "kl": kl_loss}
+# By the names of `mapper.residual.loss`, which stand where settings are read without this module.
+LOSSES: dict[str, Loss] = {name: globals()[f"{name}_loss"] for name in residual_config.LOSSES}

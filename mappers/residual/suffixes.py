@@ -13,9 +13,9 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
+import transformers
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from kvbridge import compat
 from kvbridge.mappers.residual.readings import Readings
@@ -90,7 +90,7 @@ def read_suffixes(
     input_ids: Int[Tensor, "B T"],
     starts: Sequence[int],
     suffix: int,
-    backbone: PreTrainedModel | None = None,
+    backbone: transformers.PreTrainedModel | None = None,
 ) -> Float[Tensor, "B N E"]:
     """The backbone's output for every token of every suffix.
 
