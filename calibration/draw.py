@@ -57,8 +57,9 @@ class Draw:
     @classmethod
     def of(cls, identity: Mapping[str, Any]) -> Draw:
         """The draw of finished moments, from their identity."""
-        known = {name: identity[key] for name, key in DRAWN.items() if key in identity}
-        return cls(**known | {"added": tuple(cls.of(each) for each in known.get("added", ()))})
+        known: dict[str, Any] = {name: identity[key] for name, key in DRAWN.items() if key in identity}
+        known["added"] = tuple(cls.of(each) for each in known.get("added", ()))
+        return cls(**known)
 
     @property
     def shortest(self) -> int:
