@@ -114,7 +114,8 @@ def evaluate(
         identity: JSON values that decide whether `partial` may be resumed.
 
     Returns:
-        One record per document: id, metrics per arm, times, and greedy continuations of the first ones.
+        One record per document: id, metrics per arm, times by step, for every arm the time to its first logits (where
+        states are carried, from the source's on), and greedy continuations of the first ones.
 
     Raises:
         UsageError: `partial` belongs to other settings, or there is only one document.
@@ -138,6 +139,7 @@ def evaluate(
             record: dict[str, Any] = {"id": context.document.name}
             record |= {name: reference.score(reading) for name, reading in readings.items()}
             record["seconds"] = _seconds(context, readings)
+            record["ready_seconds"] = {name: sum(reading.seconds.values()) for name, reading in readings.items()}
             if number < config.samples:
                 record["sample"] = _sample(pair, context, readings, reference, config.rollout, vocabulary)
             yield record

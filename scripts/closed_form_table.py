@@ -9,7 +9,8 @@ The table of docs/real_pair.md comes from it; a killed run goes on where it was,
         --map basis=runs/basis/bridge --corpus FILE --out DIR
 
 Each map is scored with everything between sinks and tail mapped, with the cache of another document instead, and with
-as many attended tokens read natively as `--budget` buys.
+as many attended tokens read natively as `--budget` buys. `faster` says how many times as long the large model's own
+prefill takes as the hand-off, the source having read: the median over documents, each timed beside its prefill.
 
 Several processes share the documents with `--part 0/2` and `--part 1/2`; the run without it then makes the
 table of what they left. In a part the other document is the one before in that part.
@@ -22,6 +23,7 @@ import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from kvbridge import Bridge, HandoffPlan, ModelPair, load_pair
@@ -74,8 +76,8 @@ def table(summary: dict[str, Any], costs: dict[str, dict[str, float]]) -> str:
     """The rows as Markdown, headline metrics first."""
     lines = [
         "| what is carried | gap recovered | KL | / source's | first token | top-1 | rollout KL | NLL | map | in all "
-        "| artifact |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| faster | artifact |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row, metrics in summary.items():
         gap, kl = metrics["gap_recovered"], metrics["kl"]
@@ -86,7 +88,13 @@ def table(summary: dict[str, Any], costs: dict[str, dict[str, float]]) -> str:
             *(f"{metrics[name]['mean']:.3f}" for name in ("kl_first", "top1", "rollout_kl", "nll")),
         ]
         if row in costs:
-            cells += [f"{costs[row]['map']:.1%}", f"{costs[row]['all']:.1%}", f"{costs[row]['bytes'] / 1e6:.0f} MB"]
+            cost = costs[row]
+            cells += [
+                f"{cost['map']:.1%}",
+                f"{cost['all']:.1%}",
+                f"{cost['faster']:.1f} ×",
+                f"{cost['bytes'] / 1e6:.0f} MB",
+            ]
         lines.append(f"| {row} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -162,6 +170,7 @@ def main() -> None:
         costs[row] = {
             "map": parts["map"] / cost.prefill(options.prompt),
             "all": prefill_share(cost, plan, options.prompt, maps[name]),
+            "faster": median(ready["native"] / ready[row] for ready in (record["ready_seconds"] for record in records)),
             "bytes": bridge_bytes(folders[name]),
         }
     (out / "table.json").write_text(json.dumps({"arms": summary, "costs": costs}, indent=1))
