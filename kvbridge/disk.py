@@ -13,13 +13,13 @@ from safetensors import SafetensorError
 from kvbridge.errors import UsageError
 
 
-def amount(size: float) -> str:
+def amount(size: float | int) -> str:
     """So many bytes, in the unit that suits them."""
-    for unit in ("B", "kB", "MB", "GB"):
+    for unit in ("B", "kB", "MB", "GB", "TB"):
         if size < 999.5:
             return f"{size:.3g} {unit}"
         size /= 1000
-    return f"{size:,.3g} TB"
+    return f"{size:,.3g} PB"
 
 
 def free_bytes(folder: Path) -> int:
