@@ -42,7 +42,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    settings = residual_settings(options.settings)
+    settings: ResidualConfig = residual_settings(options.settings)
     settings.require_wanted()
     bridge = Bridge.from_pretrained(options.bridge)
     name = bridge.map_name(options.map)

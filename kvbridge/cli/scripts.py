@@ -6,16 +6,13 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbridge.cli.jobs import one_line
 from kvbridge.errors import KVBridgeError, UsageError
-
-if TYPE_CHECKING:
-    from kvbridge.mappers.residual_config import ResidualConfig
 
 
 def run_script(main: Callable[[], object]) -> None:
@@ -29,8 +26,8 @@ def run_script(main: Callable[[], object]) -> None:
         raise SystemExit(2) from None
 
 
-def residual_settings(given: Sequence[str]) -> ResidualConfig:
-    """The settings of a residual branch from texts `name=value`.
+def residual_settings(given: Sequence[str]) -> Any:
+    """The settings of a residual branch, a `ResidualConfig`, from texts `name=value`.
 
     Raises:
         UsageError: there is no setting of that name, or its value is out of range.
@@ -43,5 +40,4 @@ def residual_settings(given: Sequence[str]) -> ResidualConfig:
     for name in named:
         if name not in known:
             raise UsageError(f"{name}: mapper.residual has no such setting; expected one of {', '.join(known)}.")
-    made: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ResidualConfig), named))
-    return made
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ResidualConfig), named))
