@@ -1,8 +1,8 @@
 """Text through both models into moments: corpora, streaming collection, mergeable sums."""
 
-from kvbridge.calibration.archive import MOMENTS, CalibrationMoments
+from kvbridge.calibration.archive import MOMENTS, CalibrationMoments, load_of_bridge
 from kvbridge.calibration.collect import calibrate
-from kvbridge.calibration.config import CalibrationConfig
+from kvbridge.calibration.config import CalibrationConfig, differing_settings
 from kvbridge.calibration.corpus import Corpus, CorpusConfig, open_corpus
 from kvbridge.calibration.moments import Moments
 from kvbridge.calibration.novelty import fit_novelty
@@ -27,8 +27,10 @@ __all__ = [
     "calibrate",
     "calibrate_once",
     "calibration_sizes",
+    "differing_settings",
     "fit_novelty",
     "joint_blocks",
+    "load_of_bridge",
     "model_shape",
     "moments_folder",
     "open_corpus",

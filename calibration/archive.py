@@ -9,8 +9,9 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from kvbridge.bridge import Bridge
 from kvbridge.calibration.blocks import SPLITS
-from kvbridge.calibration.config import require_same
+from kvbridge.calibration.config import differing_settings, require_same
 from kvbridge.calibration.moments import PARTS, Moments, no_products
 from kvbridge.calibration.products import MomentBlock
 from kvbridge.calibration.sketch import Sketch, sketched
@@ -116,6 +117,32 @@ def load_same(path: Path, identity: dict[str, Any]) -> CalibrationMoments:
     """
     moments = CalibrationMoments.load(path)
     require_same(moments.info["identity"], identity, path)
+    return moments
+
+
+def load_of_bridge(folder: Path, bridge: Bridge, named: str) -> CalibrationMoments:
+    """Open the moments in a folder, which must be those that a bridge's maps were fitted on.
+
+    A map's units, and what it has seen of a text, are known by its own moments alone.
+
+    Args:
+        folder: of the moments.
+        bridge: with the maps.
+        named: what to call it.
+
+    Raises:
+        CalibrationError: the file is missing or damaged, or of another calibration.
+    """
+    moments = CalibrationMoments.load(folder / MOMENTS)
+    known, given = bridge.calibration.get("identity") or {}, moments.info["identity"]
+    differing = differing_settings(known, given)
+    if differing:
+        key = differing[0]
+        raise CalibrationError(
+            f"{named} was fitted on another calibration than that of {folder}: {', '.join(differing)} differ "
+            f"({key} is {known.get(key, 'not set')}, and there {given.get(key, 'not set')}); give the moments that it "
+            "was fitted on."
+        )
     return moments
 
 

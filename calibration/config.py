@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,11 @@ def identity(pair: Pair, corpus: Corpus, config: CalibrationConfig, blocks: Iter
 
 def _pairs(texts: Iterable[str]) -> list[MomentBlock]:
     return [(a, b) for a, _, b in (text.partition("×") for text in texts)]
+
+
+def differing_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """What two identities differ in, but for the moment blocks: mappers ask for different ones of one text."""
+    return [key for key in {**one, **other} if key != "moment blocks" and one.get(key) != other.get(key)]
 
 
 def require_same(stored: dict[str, Any], wanted: dict[str, Any], path: Path) -> None:

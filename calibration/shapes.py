@@ -9,6 +9,7 @@ from typing import Any
 from kvbridge.checkpoint import load_config
 from kvbridge.errors import UsageError
 from kvbridge.flops import ModelCost
+from kvbridge.pair import shown_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,4 +122,4 @@ def model_shape(name: str) -> ModelShape:
         return known
     if not (Path(name).expanduser() / "config.json").is_file():
         raise UsageError(f"{name} is neither a folder with config.json nor one of {', '.join(KNOWN)}.")
-    return ModelShape.of_config(load_config(str(Path(name).expanduser())), Path(name).name)
+    return ModelShape.of_config(load_config(str(Path(name).expanduser())), shown_name(name))

@@ -14,6 +14,7 @@ from kvbridge.calibration.rows import layer_counts, residual_layers, widths_of
 from kvbridge.calibration.shapes import ModelShape
 from kvbridge.calibration.sketch import SKETCHED, sketched
 from kvbridge.calibration.staging import token_bytes
+from kvbridge.disk import amount
 
 # Weights, states and maps in bf16; rows that wait for a product, and solutions, in fp32 and fp64.
 HALF, SINGLE, DOUBLE = 2, 4, 8
@@ -174,14 +175,6 @@ def calibration_sizes(source: ModelShape, target: ModelShape, settings: SizeSett
     )
 
 
-def _amount(size: float | int) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:,.3g} TB"
-
-
 def sizes_table(sizes: CalibrationSizes) -> Table:
     """A table for a person."""
     settings = sizes.settings
@@ -189,19 +182,19 @@ def sizes_table(sizes: CalibrationSizes) -> Table:
     table.add_column("what")
     table.add_column("size", justify="right")
     for name, value in (
-        ("staged states per token", _amount(sizes.staged_per_token)),
-        ("staged states, both splits", _amount(sizes.staged)),
+        ("staged states per token", amount(sizes.staged_per_token)),
+        ("staged states, both splits", amount(sizes.staged)),
         ("inputs of the map", f"{sizes.inputs:,}"),
         ("features of the fit" + (f" (sketch {settings.sketch})" if settings.sketch else ""), f"{sizes.features:,}"),
         ("rows per feature", f"{sizes.rows_per_feature:.1f}"),
         ("outputs", f"{sizes.outputs:,}"),
-        ("gram, both splits", _amount(sizes.gram)),
-        ("cross products, both splits", _amount(sizes.cross)),
+        ("gram, both splits", amount(sizes.gram)),
+        ("cross products, both splits", amount(sizes.cross)),
         ("passes over the staged states", str(sizes.passes)),
-        *((f"peak memory: {stage}", _amount(peak)) for stage, peak in sizes.peaks.items()),
-        ("full-rank map, bf16", _amount(sizes.joint.bytes)),
+        *((f"peak memory: {stage}", amount(peak)) for stage, peak in sizes.peaks.items()),
+        ("full-rank map, bf16", amount(sizes.joint.bytes)),
         (f"full-rank map, share of a prefill of {settings.prompt:,}", f"{100 * sizes.joint.share:.1f} %"),
-        (f"shared basis of rank {settings.rank:,}, bf16", _amount(sizes.basis.bytes)),
+        (f"shared basis of rank {settings.rank:,}, bf16", amount(sizes.basis.bytes)),
         (f"shared basis, share of a prefill of {settings.prompt:,}", f"{100 * sizes.basis.share:.1f} %"),
     ):
         table.add_row(name, value)

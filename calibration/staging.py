@@ -8,7 +8,6 @@ in float32 where the model is not of half precision).
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from tqdm.auto import tqdm
 from kvbridge.calibration.blocks import BlockSet
 from kvbridge.calibration.rows import cache_names, read_states, residual_name
 from kvbridge.calibration.tensorfile import TensorFile, damaged, write_tensors
+from kvbridge.disk import amount, free_bytes, replacing
 from kvbridge.errors import CalibrationError
 from kvbridge.model import KVModel
 from kvbridge.pair import Pair
@@ -88,10 +88,8 @@ class StagedStates:
                     "the same settings, another calibration.stage folder, or delete it."
                 )
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        partial = self.manifest.with_name(f"{self.manifest.name}.{os.getpid()}.partial")
-        partial.write_text(json.dumps(described, indent=1) + "\n")
-        os.replace(partial, self.manifest)
+        with replacing(self.manifest) as partial:
+            partial.write_text(json.dumps(described, indent=1) + "\n")
 
     def residuals(self) -> tuple[int, ...]:
         """Layers whose residual stream every block holds."""
@@ -135,11 +133,11 @@ class StagedStates:
 
 
 def _require_room(staged: StagedStates, needed: int) -> None:
-    free = shutil.disk_usage(staged.folder).free
+    free = free_bytes(staged.folder)
     if needed + SPARE_BYTES > free:
         raise CalibrationError(
-            f"{staged.folder}: staging takes {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free; give fewer "
-            "calibration.tokens, or calibration.stage=DIR on a larger disk."
+            f"{staged.folder}: staging takes {amount(needed)}, {amount(SPARE_BYTES)} more stay free, and there "
+            f"are {amount(free)}; give fewer calibration.tokens, or calibration.stage=DIR on a larger disk."
         )
 
 

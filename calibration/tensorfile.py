@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import zlib
 from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
@@ -18,14 +17,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kvbridge.disk import replacing
 from kvbridge.errors import CalibrationError
 
 Key = TypeVar("Key", bound=Hashable)
 CHECKSUMS = "crc32"
+CALIBRATE_AGAIN = "and calibrate again"
 
 
-def damaged(path: Path, reason: object) -> CalibrationError:
-    return CalibrationError(f"{path} is damaged or holds something else ({reason}); delete it and calibrate again.")
+def damaged(path: Path, reason: object, then: str = CALIBRATE_AGAIN) -> CalibrationError:
+    """The error of a file that cannot be used; `then` says how it is made again once it is deleted."""
+    return CalibrationError(f"{path} is damaged or holds something else ({reason}); delete it {then}.")
 
 
 def _checksum(tensor: Tensor) -> int:
@@ -33,17 +35,16 @@ def _checksum(tensor: Tensor) -> int:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], described: Mapping[str, Any]) -> None:
-    """Write one file, atomically, with a checksum of every tensor beside the description."""
+    """Write one file, atomically, with a checksum of every tensor beside the description.
+
+    Raises:
+        UsageError: the disk is full, or refuses to be written to; nothing is left of the file.
+    """
     named = {name: tensor.contiguous() for name, tensor in tensors.items()}
     sums = {name: _checksum(tensor) for name, tensor in named.items()}
     metadata = {key: json.dumps(value) for key, value in {**described, CHECKSUMS: sums}.items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
+    with replacing(path) as partial:
         save_file(named, partial, metadata=metadata)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 class TensorFile:
@@ -51,16 +52,17 @@ class TensorFile:
 
     Attributes:
         path: where it lies.
+        then: what to do once it is deleted, if it is damaged.
         shapes: of every tensor, from the header.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, then: str = CALIBRATE_AGAIN) -> None:
         """Open a file and read its header.
 
         Raises:
             SafetensorError: it is no safetensors file.
         """
-        self.path = path
+        self.path, self.then = path, then
         self._file = safe_open(path, "pt")
         self._metadata: dict[str, str] = self._file.metadata() or {}
         self.shapes = {name: tuple(self._file.get_slice(name).get_shape()) for name in self._file.keys()}  # noqa: SIM118
@@ -86,13 +88,13 @@ class TensorFile:
         try:
             tensor = self._file.get_tensor(name)
         except SafetensorError as error:
-            raise damaged(self.path, error) from error
+            raise damaged(self.path, error, self.then) from error
         if name not in self._checked:
             if name in self._checksums and _checksum(tensor) != self._checksums[name]:
-                raise damaged(self.path, f"{name} has another checksum")
+                raise damaged(self.path, f"{name} has another checksum", self.then)
             # The sum is finite only where every number is, and needs no memory.
             if tensor.is_floating_point() and not math.isfinite(float(tensor.sum(dtype=torch.float64))):
-                raise damaged(self.path, f"{name} holds NaN or infinite numbers")
+                raise damaged(self.path, f"{name} holds NaN or infinite numbers", self.then)
             self._checked.add(name)
         return tensor
 

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from kvbridge.disk import writing
 from kvbridge.errors import ArtifactError
 
 CONFIG, WEIGHTS, SUMS, CARD = "config.json", "model.safetensors", "SHA256SUMS", "README.md"
@@ -220,6 +221,7 @@ def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor
 
     Raises:
         ArtifactError: `folder` exists and is not a bridge alone, or a tensor is not finite or of an odd dtype.
+        UsageError: the disk is full, or refuses to be written to.
     """
     _require_replaceable(folder)
     for name, tensor in tensors.items():
@@ -239,6 +241,7 @@ def rewrite_config(folder: Path, changed: dict[str, Any]) -> None:
 
     Raises:
         ArtifactError: the folder is damaged, or holds more than a bridge.
+        UsageError: the disk is full, or refuses to be written to.
     """
     _require_replaceable(folder)
     contents = {name: _read_file(folder, name) for name in (SUMS, *SUMMED)}
@@ -250,6 +253,11 @@ def rewrite_config(folder: Path, changed: dict[str, Any]) -> None:
 
 def _write_contents(folder: Path, contents: dict[str, bytes]) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        _write_and_replace(folder, contents)
+
+
+def _write_and_replace(folder: Path, contents: dict[str, bytes]) -> None:
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         partial.chmod(0o755)

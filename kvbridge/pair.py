@@ -92,7 +92,7 @@ class ModelPair:
         described: dict[str, Any] = {"tokenizer": {"fingerprint": self.tokenizer_fingerprint}}
         for role, model in (("source", self.source), ("target", self.target)):
             described[role] = {
-                "name": _shown(model.name),
+                "name": shown_name(model.name),
                 "revision": model.revision,
                 "fingerprint": model.fingerprint,
                 "dtype": str(model.dtype).removeprefix("torch."),
@@ -110,12 +110,27 @@ class ModelPair:
         require_identity(self, identity, what)
 
 
-def _shown(name: str) -> str:
+def shown_name(name: str) -> str:
     """A model's name without the path of the machine that it was loaded on."""
     location = Path(name)
     if location in (embedded.SOURCE, embedded.TARGET):
         return f"{EMBEDDED} {location.name}"
     return location.name if location.exists() else name
+
+
+def located(source: str, target: str | None) -> tuple[str, str]:
+    """Folders or hub ids of the two models of a pair, whose source may be the word for the pair that is shipped.
+
+    Raises:
+        UsageError: the target is missing, or there is one too many.
+    """
+    if source == EMBEDDED:
+        if target:
+            raise UsageError(f"pair.source={EMBEDDED} brings its own target; {target} needs a source of its own.")
+        return str(embedded.SOURCE), str(embedded.TARGET)
+    if not target:
+        raise UsageError(f"pair.target is missing for pair.source={source}: give two models, or the word {EMBEDDED}.")
+    return source, target
 
 
 @dataclass(slots=True)
@@ -195,12 +210,7 @@ def open_pair(
     if dtype not in DTYPES:
         raise UsageError(f"pair.dtype={dtype}: expected one of {', '.join(DTYPES)}.")
     device = resolve_device(device)
-    if source == EMBEDDED:
-        if target:
-            raise UsageError(f"pair.source={EMBEDDED} brings its own target; {target} needs a source of its own.")
-        source, target = str(embedded.SOURCE), str(embedded.TARGET)
-    if not target:
-        raise UsageError(f"pair.target is missing for pair.source={source}: give two models, or the word {EMBEDDED}.")
+    source, target = located(source, target)
     for role, location in (("source", source), ("target", target)):
         check_location(role, location)
     source, target = (str(Path(at).expanduser()) if Path(at).expanduser().exists() else at for at in (source, target))

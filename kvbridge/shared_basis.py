@@ -81,6 +81,10 @@ class SharedBasis:
         made = sum(columns.stop - columns.start for _, columns in self.columns(layers))
         return self.reduce_flops(layers) + 2 * self.expand.shape[0] * made
 
+    def describe(self) -> str:
+        """The rank in words: that of the basis, which a fit may have chosen below the one asked for."""
+        return "full rank" if self.reduce is None else f"rank {self.expand.shape[0]}"
+
     def tensors(self) -> dict[str, Tensor]:
         reduce = {} if self.reduce is None else {"reduce": self.reduce}
         return reduce | {"expand": self.expand, "bias": self.bias}

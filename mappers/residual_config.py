@@ -108,3 +108,12 @@ class ResidualConfig:
     def wanted(self) -> bool:
         """Whether a branch is trained at all."""
         return self.kind != NO_BRANCH
+
+    def require_wanted(self) -> None:
+        """Refuse settings that train nothing.
+
+        Raises:
+            UsageError: no kind of branch is given.
+        """
+        if not self.wanted:
+            raise UsageError(f"kind={self.kind}: nothing is trained; give kind={' or kind='.join(KINDS_OF_BRANCH)}.")

@@ -20,6 +20,7 @@ from kvbridge.calibration.draw import Draw
 from kvbridge.calibration.moments import Moments
 from kvbridge.calibration.products import plain_blocks
 from kvbridge.calibration.rows import cut_rows, layer_counts, read_states, residual_layers, variables_of, widths_of
+from kvbridge.cli.scripts import run_script
 from kvbridge.mappers import Joint
 
 
@@ -75,4 +76,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -18,6 +18,7 @@ import numpy as np
 
 from kvbridge import Bridge, HandoffPlan, load_pair
 from kvbridge.cascade import Cascade, FirstTokenEntropy, SamplingParams
+from kvbridge.cli.scripts import run_script
 from kvbridge.eval.answer_tasks import EMBEDDED_TASKS, embedded_tasks
 from kvbridge.eval.escalation import Doubt, EscalationConfig, answered, at_threshold, choose_threshold, measure_tasks
 from kvbridge.eval.statistics import mcnemar, mean_interval, resample
@@ -126,4 +127,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -8,9 +8,12 @@ The table of docs/real_pair.md comes from it; a killed run goes on where it was,
     python scripts/closed_form_table.py --source DIR --target DIR --map joint=runs/joint/bridge \
         --map basis=runs/basis/bridge --corpus FILE --out DIR
 
+Of a bridge with several maps say which: `--map joint=runs/both/bridge:joint`; the size given is that of all of them.
+
 Each map is scored with everything between sinks and tail mapped, with the cache of another document instead, and with
-as many attended tokens read natively as `--budget` buys. `faster` says how many times as long the large model's own
-prefill takes as the hand-off, the source having read: the median over documents, each timed beside its prefill.
+as many attended tokens read natively as `--budget` buys, if it buys any. `faster` says how many times as long the large
+model's own prefill takes as the hand-off, the source having read: the median over documents, each timed beside its
+prefill.
 
 Several processes share the documents with `--part 0/2` and `--part 1/2`; the run without it then makes the
 table of what they left. In a part the other document is the one before in that part.
@@ -21,6 +24,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -30,6 +34,8 @@ from kvbridge import Bridge, HandoffPlan, ModelPair, load_pair
 from kvbridge.bridge import bridge_bytes
 from kvbridge.calibration import CorpusConfig
 from kvbridge.calibration.moments import rounded_factors
+from kvbridge.cli.scripts import run_script
+from kvbridge.errors import UsageError
 from kvbridge.eval import EvalConfig, evaluate
 from kvbridge.eval.arms import Arm, mapped_arm, other_document_arm
 from kvbridge.eval.documents import Document, take_documents
@@ -39,6 +45,34 @@ from kvbridge.flops import ModelCost, handoff_flops, prefill_share
 from kvbridge.kernels import FormMap
 
 OTHER = "another document's cache"
+
+
+def named_maps(given: list[str]) -> dict[str, tuple[str, str | None]]:
+    """Bridge and map by the names of the table, from texts `NAME=FOLDER` and `NAME=FOLDER:MAP`."""
+    found: dict[str, tuple[str, str | None]] = {}
+    for text in given:
+        name, _, place = text.partition("=")
+        if not (name and place) or name in found:
+            raise UsageError(f"--map {text}: expected NAME=FOLDER or NAME=FOLDER:MAP, and another NAME for every map.")
+        folder, colon, chosen = place.rpartition(":")
+        found[name] = (folder, chosen) if colon and not Path(place).exists() else (place, None)
+    return found
+
+
+def chosen_map(bridge: Bridge, name: str, place: tuple[str, str | None]) -> str:
+    """The name that a map of the table has in its bridge."""
+    folder, chosen = place
+    if chosen is None and len(bridge.maps) > 1:
+        raise UsageError(f"--map {name}={folder}: say which map, as in {name}={folder}:{'|'.join(bridge.maps)}.")
+    return bridge.map_name(chosen)
+
+
+def parse_part(text: str) -> tuple[int, int]:
+    """The numbers of `i/n`."""
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise UsageError(f"--part {text}: expected i/n with 0 ≤ i < n, such as 0/2.")
+    return int(match[1]), int(match[2])
 
 
 def within(cost: ModelCost, plan: HandoffPlan, prompt: int, mapping: FormMap, budget: float) -> HandoffPlan:
@@ -59,6 +93,9 @@ def build_rows(
         plan = HandoffPlan(sinks=4, native_head=mapping.needs_native_head() or 0, native_tail=tail)
         fuller = within(cost, plan, prompt, mapping, budget)
         rows |= {f"{name}, mapped only": (name, plan), f"{name}, {OTHER}": (name, plan)}
+        if not fuller.native_attended:
+            print(f"{name}: a budget of {budget:.1%} buys no attended tokens; there is no row with them")
+            continue
         rows[f"{name}, {fuller.native_attended:.1%} of the tokens read natively"] = name, fuller
     return rows
 
@@ -114,7 +151,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("source", "corpus", "out"):
         parser.add_argument(f"--{name}", required=True)
-    parser.add_argument("--map", action="append", required=True, help="NAME=FOLDER of a bridge with one map; repeat it")
+    parser.add_argument("--map", action="append", required=True, help="NAME=FOLDER[:MAP]; repeat it")
     parser.add_argument("--target", help="left out for --source embedded, which is both models")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--documents", type=int, default=40)
@@ -134,11 +171,12 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    out = Path(options.out)
+    out, part = Path(options.out), parse_part(options.part) if options.part else None
+    places = named_maps(options.map)
     pair = load_pair(options.source, options.target, dtype=options.dtype)
-    folders = dict(given.split("=", 1) for given in options.map)
-    bridges = {name: Bridge.from_pretrained(folder, pair=pair) for name, folder in folders.items()}
-    maps = {name: FormMap.of(bridge) for name, bridge in bridges.items()}
+    bridges = {name: Bridge.from_pretrained(folder, pair=pair) for name, (folder, _) in places.items()}
+    chosen = {name: chosen_map(bridge, name, places[name]) for name, bridge in bridges.items()}
+    maps = {name: FormMap.of(bridge, chosen[name]) for name, bridge in bridges.items()}
     every = build_rows(pair, maps, options.prompt, options.tail, options.budget)
     rows = {name: row for name, row in every.items() if not any(text in name for text in options.without)}
     corpus = CorpusConfig(options.corpus).open("eval")
@@ -155,10 +193,9 @@ def main() -> None:
         "plans": {row: [name, plan.to_dict()] for row, (name, plan) in rows.items()},
     }
     identity |= {name: bridge.fingerprint() for name, bridge in bridges.items()}
-    if options.part:
-        at, parts = map(int, options.part.split("/"))
-        if not 0 <= at < parts:
-            raise SystemExit(f"--part {options.part}: expected i/n with 0 ≤ i < n, such as 0/2.")
+    identity |= {f"{name}, map": chosen[name] for name, bridge in bridges.items() if len(bridge.maps) > 1}
+    if part:
+        at, parts = part
         partial = out / f"documents-{at}-of-{parts}.jsonl"
         evaluate(pair, arms, documents[at::parts], config, partial=partial, identity=identity)
         return
@@ -171,7 +208,7 @@ def main() -> None:
             "map": parts["map"] / cost.prefill(options.prompt),
             "all": prefill_share(cost, plan, options.prompt, maps[name]),
             "faster": median(ready["native"] / ready[row] for ready in (record["ready_seconds"] for record in records)),
-            "bytes": bridge_bytes(folders[name]),
+            "bytes": bridge_bytes(places[name][0]),
         }
     (out / "table.json").write_text(json.dumps({"arms": summary, "costs": costs}, indent=1))
     (out / "table.md").write_text(table(summary, costs))
@@ -181,4 +218,4 @@ def main() -> None:
 if __name__ == "__main__":
     # Maps run with factors rounded to bfloat16, as they are stored, where the CPU multiplies that natively.
     with rounded_factors():
-        main()
+        run_script(main)

@@ -24,7 +24,7 @@ from scipy.stats import chisquare
 from torch import Tensor
 from tqdm import tqdm
 
-from kvbridge import Bridge, Handoff, HandoffPlan, KVBridgeError, ModelPair, hand_off, load_pair
+from kvbridge import Bridge, Handoff, HandoffPlan, ModelPair, hand_off, load_pair
 from kvbridge.calibration import CorpusConfig
 from kvbridge.cascade.events import Event
 from kvbridge.cascade.exact import DraftSchedule, exact_events
@@ -32,6 +32,7 @@ from kvbridge.cascade.reader import Reader, decode_events
 from kvbridge.cascade.sampling import SamplingParams, process_logits
 from kvbridge.cascade.speculative import SourceDrafter, speculative_events
 from kvbridge.cascade.writing import Writing
+from kvbridge.cli.scripts import run_script
 from kvbridge.eval.documents import take_documents
 from kvbridge.eval.exactness import first_difference, own_tokens
 from kvbridge.kernels import FormMap
@@ -225,12 +226,9 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    try:
-        run(options)
-    except KVBridgeError as error:
-        raise SystemExit(str(error)) from error
+    run(options)
     print(json.dumps(report(Path(options.out)), indent=2))
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

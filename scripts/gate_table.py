@@ -24,6 +24,7 @@ from kvbridge import Bridge, HandoffPlan, load_pair
 from kvbridge.assembly import hand_off
 from kvbridge.cascade import APPLIED, FALLBACK, Gate, GateLimits, guarded_hand_off
 from kvbridge.cascade.gate import require_novelty
+from kvbridge.cli.scripts import run_script
 from kvbridge.errors import CacheError
 from kvbridge.eval import EvalConfig
 from kvbridge.eval.arms import read_prompt, strip_prompt
@@ -217,4 +218,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

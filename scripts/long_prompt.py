@@ -16,6 +16,7 @@ from pathlib import Path
 from kvbridge import Bridge, HandoffPlan, load_pair
 from kvbridge.calibration import CorpusConfig
 from kvbridge.cascade import Cascade, Never, Result
+from kvbridge.cli.scripts import run_script
 from kvbridge.eval.documents import take_documents
 
 
@@ -89,4 +90,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

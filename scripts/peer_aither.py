@@ -34,7 +34,7 @@ from safetensors.torch import load_file
 from kvbridge import HandoffPlan, ModelPair, load_pair
 from kvbridge.calibration import CorpusConfig
 from kvbridge.calibration.draw import Draw
-from kvbridge.errors import KVBridgeError
+from kvbridge.cli.scripts import run_script
 from kvbridge.eval import EvalConfig, evaluate
 from kvbridge.eval.arms import Arm, Context, Reading, mapped_arm
 from kvbridge.eval.documents import Document, take_documents
@@ -211,11 +211,8 @@ def main() -> None:
         "--rollout", type=int, default=32, help="greedy tokens of the target that caches are forced through"
     )
     options = parser.parse_args()
-    try:
-        options.work(options)
-    except KVBridgeError as error:
-        raise SystemExit(str(error)) from error
+    options.work(options)
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from kvbridge.cli.scripts import run_script
 from kvbridge.eval.figures import kl_by_document, standalone
 from kvbridge.eval.probe_figures import accuracy_by_place
 from kvbridge.eval.report import load_results
@@ -28,4 +29,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

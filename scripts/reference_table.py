@@ -19,6 +19,7 @@ from typing import Any
 
 from kvbridge import HandoffPlan, ModelPair, load_pair
 from kvbridge.calibration import MOMENTS, CalibrationMoments, CorpusConfig
+from kvbridge.cli.scripts import run_script
 from kvbridge.eval import EvalConfig, evaluate
 from kvbridge.eval.arms import Arm, injected_arm, mapped_arm, nothing_carried_arm, other_document_arm
 from kvbridge.eval.documents import take_documents
@@ -124,4 +125,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -3,6 +3,7 @@
 
 The table and the figure of docs/residual_training.md come from it; a killed run goes on where it was:
 
+    kvbridge calibrate out=runs/joint mapper=joint
     kvbridge fit out=runs/joint mapper=joint
     python scripts/residual_table.py --bridge runs/joint/bridge --moments runs/joint/calibration --out runs/residual
 """
@@ -19,7 +20,8 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from kvbridge import Bridge, HandoffPlan, ModelPair, load_pair
-from kvbridge.calibration import MOMENTS, CalibrationMoments, CorpusConfig
+from kvbridge.calibration import CalibrationMoments, CorpusConfig, load_of_bridge
+from kvbridge.cli.scripts import run_script
 from kvbridge.eval import EvalConfig, evaluate
 from kvbridge.eval.arms import Arm, mapped_arm
 from kvbridge.eval.documents import take_documents
@@ -50,10 +52,13 @@ def variants(base: ResidualConfig, ranks: list[int], compared: int) -> Iterator[
 
 
 def branches(
-    options: argparse.Namespace, pair: ModelPair, forms: tuple[Form, ...], plan: HandoffPlan
+    options: argparse.Namespace,
+    pair: ModelPair,
+    forms: tuple[Form, ...],
+    moments: CalibrationMoments,
+    plan: HandoffPlan,
 ) -> dict[str, tuple[tuple[Form, ...], list[dict[str, Any]]]]:
     """Every variant's map with its branch, and its curve."""
-    moments = CalibrationMoments.load(Path(options.moments) / MOMENTS)
     corpus = CorpusConfig(options.calibration)
     base = ResidualConfig(
         kind="gelu", steps=options.steps, batch=4, accumulate=1, documents=options.documents,
@@ -115,10 +120,13 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    out, pair, plan = Path(options.out), load_pair("embedded", dtype="float32"), HandoffPlan()
-    bridge = Bridge.from_pretrained(options.bridge, pair=pair)
-    forms = FormMap.of(bridge, options.map).forms
-    trained = branches(options, pair, forms, plan)
+    out, plan = Path(options.out), HandoffPlan()
+    bridge = Bridge.from_pretrained(options.bridge)
+    forms = bridge.map(options.map).forms
+    moments = load_of_bridge(Path(options.moments), bridge, options.bridge)
+    pair = load_pair("embedded", dtype="float32")
+    bridge.require_pair(pair)
+    trained = branches(options, pair, forms, moments, plan)
     maps = {FROZEN: FormMap(forms)} | {name: FormMap(adapted) for name, (adapted, _) in trained.items()}
     corpus, config = CorpusConfig("embedded").open("eval"), EvalConfig(rollout=1, samples=0)
     documents = take_documents(
@@ -152,4 +160,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

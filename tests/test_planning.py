@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shlex
@@ -120,6 +121,12 @@ def test_eval_takes_the_plan_that_the_points_say(kvbridge: Run, bridge: Path, tm
     assert kvbridge("eval", *auto).out == "scored: done already\n"
     narrow = kvbridge("eval", *auto[:3], "out=narrow", "map=narrow")
     assert "plan: map narrow, " in narrow.out
+    both = Bridge.from_pretrained(bridge)
+    dataclasses.replace(both, points=[point for point in known if point["map"] == "wide"]).save_points(bridge)
+    assert sentence(kvbridge("eval", *auto[:3], "out=bare", "map=narrow")) == (
+        "the bridge has no measured points of map narrow (it has some of wide), so no plan can be chosen; measure some "
+        "with `kvbridge plan`, or leave out map=."
+    )
 
 
 def test_a_run_measures_and_chooses(kvbridge: Run, tmp_path: Path) -> None:
@@ -191,6 +198,12 @@ def test_sizes_need_no_model(flag: str, kvbridge: Run, tmp_path: Path) -> None:
     ):
         assert line in ran.out
     assert left(tmp_path) == set()
+
+
+def test_sizes_of_the_embedded_pair(kvbridge: Run) -> None:
+    ran = kvbridge("plan", "--sizes", "pair=embedded", without=("pair.source", "pair.target"))
+    assert (ran.code, ran.errors) == (0, [])
+    assert "embedded source → embedded target, 2,048 tokens" in ran.out
 
 
 def test_sizes_of_an_unknown_model_say_which_are_known(kvbridge: Run) -> None:

@@ -19,7 +19,7 @@ from kvbridge.calibration import CalibrationMoments, calibrate
 from kvbridge.errors import CalibrationError, TrainingError, UnsupportedModelError, UsageError
 from kvbridge.kernels import FormMap
 from kvbridge.mappers import Joint
-from kvbridge.mappers.residual import losses, train_residual
+from kvbridge.mappers.residual import finish, losses, train_residual
 from kvbridge.mappers.residual.losses import LOSSES, attend, kl_loss, mean_divergence, on_policy_queries
 from kvbridge.mappers.residual.mapping import AdaptedMap
 from kvbridge.mappers.residual.readings import ReadingStore, require_linear_head
@@ -262,7 +262,7 @@ def test_readings_that_do_not_fit_the_disk_are_refused(
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
     store = replace(fitted.store, folder=tmp_path)
     store.prepare(fitted.documents[:1])
-    with pytest.raises(UsageError, match=r"take 0\.\d GB, .* fewer mapper\.residual\.documents"):
+    with pytest.raises(UsageError, match=r"take [\d.]+ kB, and .* has 1 kB free; give fewer mapper\.residual\."):
         replace(store, queries=10).prepare(fitted.documents)
 
 
@@ -273,8 +273,35 @@ def test_damaged_readings_are_refused(fitted: Fitted, tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 255
     path.write_bytes(data)
-    with pytest.raises(CalibrationError, match="damaged"):
+    with pytest.raises(CalibrationError, match=r"checksum\); delete it and the next run reads the document again\.$"):
         store.load([fitted.documents[0]])
+    path.write_bytes(data[:100])
+    with pytest.raises(CalibrationError, match=r"damaged .*; delete it and the next run reads the document again\.$"):
+        store.load([fitted.documents[0]])
+
+
+def test_a_damaged_checkpoint_says_that_the_training_starts_anew(fitted: Fitted, tmp_path: Path) -> None:
+    path = trainer(fitted, tmp_path).checkpoint.path
+    path.parent.mkdir()
+    path.write_bytes(b"damaged")
+    with pytest.raises(CalibrationError, match=r"damaged .*; delete it and the training starts anew\.$"):
+        trainer(fitted, tmp_path)
+
+
+def test_a_training_says_where_it_starts_anew_beside_others(
+    fitted: Fitted, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short: dict[str, Any] = {"steps": 1, "documents": 2, "dev_documents": 1, "keep_readings": True}
+    first = trainer(fitted, tmp_path, **short)
+    for each in (first, trainer(fitted, tmp_path, **short)):
+        assert (finish(each) is not None) == each.checkpoint.progress.improved
+    assert capsys.readouterr().out == ""
+    other = trainer(fitted, tmp_path, **short, seed=1)
+    finish(other)
+    assert capsys.readouterr().out == (
+        f"residual: {tmp_path} has trainings of other settings, maps or texts ({first.folder.name}); this one starts "
+        f"anew, in {other.folder.name}\n"
+    )
 
 
 def test_kl_is_a_mean_over_documents(fitted: Fitted) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvbridge.bridge import Bridge
+from kvbridge.cli.describe import print_bridge
 from kvbridge.errors import ArtifactError, CacheError
 from kvbridge.forms import Form, SharedBasis, SlotAffine, flops_per_token
 from kvbridge.kernels import FormMap
@@ -161,7 +162,7 @@ def bridge_of(*forms: Form) -> Bridge:
     return Bridge({"low": BridgeMap(forms, {"name": "joint"}, evidence)}, pair().identity(), pair().describe())
 
 
-def test_a_bridge_keeps_a_shared_basis_once(tmp_path: Path) -> None:
+def test_a_bridge_keeps_a_shared_basis_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = make_basis(JOINT + NATIVE, REST[:1])
     second = replace(make_basis(JOINT + NATIVE, REST[1:]), reduce=first.reduce)
     full = make_basis(JOINT, (Span("target.residual", 3, 4),), None)
@@ -178,6 +179,13 @@ def test_a_bridge_keeps_a_shared_basis_once(tmp_path: Path) -> None:
     assert isinstance(three, SharedBasis)
     assert three.reduce is None
     assert (one.inputs, one.outputs, three.outputs) == (first.inputs, first.outputs, full.outputs)
+    print_bridge(loaded, "here")
+    shown = " ".join(capsys.readouterr().out.split())
+    for said in (
+        f"shared_basis (rank {one.expand.shape[0]}) → {REST[0]},",
+        "shared_basis (full rank) → target.residual",
+    ):
+        assert said in shown
     assert loaded.parameters() == bridge.parameters()
     loaded.save_pretrained(tmp_path / "again")
     assert same_bridge(Bridge.from_pretrained(tmp_path / "again"), loaded) is False

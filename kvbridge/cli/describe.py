@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvbridge.bridge import Bridge
-from kvbridge.forms import Form, ResidualBranch, needed_native_head
+from kvbridge.forms import Form, ResidualBranch, SharedBasis, needed_native_head
 from kvbridge.layout import BridgeMap
 from kvbridge.model import KVModel
 from kvbridge.pair import ModelPair
@@ -56,7 +56,7 @@ def _summary(bridge: Bridge, location: str) -> Table:
 
 
 def _form(form: Form) -> str:
-    return f"{form.name} ({form.describe()})" if isinstance(form, ResidualBranch) else form.name
+    return f"{form.name} ({form.describe()})" if isinstance(form, ResidualBranch | SharedBasis) else form.name
 
 
 def _map_rows(name: str, each: BridgeMap, layers: int) -> dict[str, str]:

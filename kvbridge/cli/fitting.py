@@ -100,12 +100,10 @@ def _calibration(moments: Any) -> dict[str, Any]:
 
 def _require_same(former: Bridge, fitted: Bridge, folder: Path) -> None:
     """Refuse to add to the maps of another pair or calibration."""
-    # Mappers ask for different moments of one and the same text.
-    known, wanted = (
-        {key: value for key, value in each.calibration.get("identity", {}).items() if key != "moment blocks"}
-        for each in (former, fitted)
-    )
-    differing = [key for key in {**wanted, **known} if known.get(key) != wanted.get(key)]
+    from kvbridge.calibration import differing_settings
+
+    wanted, known = (each.calibration.get("identity", {}) for each in (fitted, former))
+    differing = differing_settings(wanted, known)
     if former.identity != fitted.identity or differing:
         what = "pair" if former.identity != fitted.identity else f"calibration ({', '.join(differing)})"
         raise UsageError(

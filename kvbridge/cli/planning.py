@@ -12,9 +12,9 @@ from rich.table import Table
 
 from kvbridge.bridge import Bridge
 from kvbridge.cli.settings import Settings
-from kvbridge.errors import UsageError
+from kvbridge.errors import PlanError, UsageError
 from kvbridge.flops import ModelCost
-from kvbridge.pair import ModelPair
+from kvbridge.pair import ModelPair, located
 from kvbridge.plan import HandoffPlan
 from kvbridge.planner import choose, points_at, require_saving
 from kvbridge.processes import alone, process_state
@@ -97,6 +97,12 @@ def chosen(settings: Settings, pair: ModelPair, bridge: Bridge) -> Chosen:
     """
     if isinstance(settings.plan, HandoffPlan):
         return Chosen(settings.plan, bridge.map_name(settings.map))
+    measured = sorted({point["map"] for point in bridge.points})
+    if settings.map is not None and measured and settings.map not in measured:
+        raise PlanError(
+            f"the bridge has no measured points of map {settings.map} (it has some of {', '.join(measured)}), so no "
+            "plan can be chosen; measure some with `kvbridge plan`, or leave out map=."
+        )
     maps = bridge.maps if settings.map is None else {settings.map: bridge.map(settings.map)}
     points = points_at(bridge.points, maps, ModelCost.of(pair.target), settings.eval.prompt)
     choice = choose(points, settings.plan)
@@ -154,7 +160,7 @@ def _show_sizes(settings: Settings) -> None:
         prompt=settings.eval.prompt,
         **more,
     )
-    source, target = (model_shape(name) for name in (settings.pair.source, settings.pair.target))
+    source, target = (model_shape(name) for name in located(settings.pair.source, settings.pair.target))
     Console().print(sizes_table(calibration_sizes(source, target, planned)))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -17,7 +16,9 @@ from safetensors import SafetensorError
 from torch import nn
 
 from kvbridge.calibration.tensorfile import TensorFile, damaged, write_tensors
+from kvbridge.disk import replacing
 
+START_ANEW = "and the training starts anew"
 MOMENTUM = ("step", "exp_avg", "exp_avg_sq")
 
 
@@ -42,6 +43,11 @@ class Progress:
     losses: list[float] = field(default_factory=list)
     seconds: float = 0.0
     curve: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def improved(self) -> bool:
+        """Whether a look was better than the first."""
+        return bool(self.curve) and self.best_kl < self.curve[0]["dev_kl"]
 
 
 class Checkpoint:
@@ -80,9 +86,9 @@ class Checkpoint:
     @contextmanager
     def _reading(self) -> Iterator[TensorFile]:
         try:
-            yield TensorFile(self.path)
+            yield TensorFile(self.path, START_ANEW)
         except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise damaged(self.path, error) from error
+            raise damaged(self.path, error, START_ANEW) from error
 
     def save(self) -> None:
         """Replace the file."""
@@ -131,9 +137,8 @@ class Checkpoint:
 
 def write_curve(folder: Path, curve: list[dict[str, Any]], stages: list[str]) -> None:
     """Leave `curve.json` and `curve.png`: dev KL and training loss over the steps of all stages."""
-    partial = folder / f"curve.json.{os.getpid()}.partial"
-    partial.write_text(json.dumps({"stages": stages, "looks": curve}, indent=1) + "\n")
-    os.replace(partial, folder / "curve.json")
+    with replacing(folder / "curve.json") as partial:
+        partial.write_text(json.dumps({"stages": stages, "looks": curve}, indent=1) + "\n")
     figure = Figure(figsize=(6.4, 3.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
@@ -151,4 +156,5 @@ def write_curve(folder: Path, curve: list[dict[str, Any]], stages: list[str]) ->
     axes.set_xlabel("step")
     axes.set_yscale("log")
     axes.legend(frameon=False, fontsize=8)
-    figure.savefig(folder / "curve.png", dpi=120)
+    with replacing(folder / "curve.png") as partial:
+        figure.savefig(partial, dpi=120, format="png")

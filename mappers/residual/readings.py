@@ -8,7 +8,6 @@ logits of every position follow exactly by the head alone, a hundredth of the nu
 from __future__ import annotations
 
 import hashlib
-import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from kvbridge import compat
 from kvbridge.attention import queried_backbone
 from kvbridge.calibration.staging import stored_dtypes
 from kvbridge.calibration.tensorfile import TensorFile, damaged, write_tensors
+from kvbridge.disk import amount, free_bytes
 from kvbridge.errors import UnsupportedModelError, UsageError
 from kvbridge.fingerprint import digest
 from kvbridge.model import KVModel
@@ -32,6 +32,7 @@ from kvbridge.processes import process_state
 from kvbridge.states import ContentStates
 
 RESIDUAL = "residual."
+READ_AGAIN = "and the next run reads the document again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,17 +132,17 @@ class ReadingStore:
                 write_tensors(self.place(row), self._read(row), {})
                 if number == 0:
                     size = self.place(row).stat().st_size
-                    bar.set_description(f"read residual, {size * len(documents) / 1e9:.1f} GB")
+                    bar.set_description(f"read residual, {amount(size * len(documents))}")
                     self._require_room(size * (len(missing) - 1) * state.num_processes)
                 bar.update()
         state.wait_for_everyone()
 
     def _require_room(self, needed: int) -> None:
-        free = shutil.disk_usage(self.folder).free
+        free = free_bytes(self.folder)
         if needed > free:
             raise UsageError(
-                f"the readings of the remaining documents take {needed / 1e9:.1f} GB, and {self.folder} has "
-                f"{free / 1e9:.1f} GB free; give fewer mapper.residual.documents, a shorter mapper.residual.block, or "
+                f"the readings of the remaining documents take {amount(needed)}, and {self.folder} has "
+                f"{amount(free)} free; give fewer mapper.residual.documents, a shorter mapper.residual.block, or "
                 "another out=."
             )
 
@@ -193,11 +194,11 @@ class ReadingStore:
         for row in documents:
             path = self.place(row)
             try:
-                file = TensorFile(path)
+                file = TensorFile(path, READ_AGAIN)
                 for name in file.shapes:
                     read.setdefault(name, []).append(file.read(name))
             except (SafetensorError, OSError, ValueError) as error:
-                raise damaged(path, error) from error
+                raise damaged(path, error, READ_AGAIN) from error
         device = self.pair.target.device
         # Layers come first in states and queries, documents in what has no layers.
         joined = {

@@ -16,12 +16,12 @@ from kvbridge.mappers.residual.documents import TrainingText, training_text
 from kvbridge.mappers.residual.mapping import AdaptedMap, branch_inputs, branch_outputs, streams_read
 from kvbridge.mappers.residual.module import ResidualModule
 from kvbridge.mappers.residual.readings import ReadingStore
-from kvbridge.mappers.residual.trainer import Trainer
+from kvbridge.mappers.residual.trainer import CHECKPOINT, Trainer
 from kvbridge.mappers.residual.units import units_of
 from kvbridge.mappers.residual_config import ResidualConfig
 from kvbridge.pair import ModelPair
 from kvbridge.plan import HandoffPlan
-from kvbridge.processes import agreed
+from kvbridge.processes import agreed, process_state
 
 
 def training_plan(forms: tuple[Form, ...], plan: HandoffPlan) -> HandoffPlan:
@@ -70,15 +70,16 @@ def prepare_training(
         forms: of the map.
         moments: that it was fitted on, which give the units.
         text: documents.
-        config: settings; a kind other than `none`.
+        config: settings.
         folder: for readings, checkpoints and curves; several trainings may share it.
         plan: of the hand-offs.
 
     Raises:
         CacheError: the map does not make what the plan maps.
         CalibrationError: the moments lack something, or a file is damaged.
-        UsageError: processes or suffixes that do not fit.
+        UsageError: processes or suffixes that do not fit, or no kind of branch.
     """
+    config.require_wanted()
     plan, target = training_plan(forms, plan), pair.target
     frozen_map = FormMap(moved(forms, device=target.device))
     frozen_map.require_plan(plan, target.geometry.layers)
@@ -90,6 +91,32 @@ def prepare_training(
     # Maps that were solved on several devices may differ in their last bits.
     place = folder / agreed(_identity(pair, forms, text, config, plan))
     return Trainer(mapping, store, text.training, text.dev, config, place)
+
+
+def _announce(trainer: Trainer) -> None:
+    """Say so where a training starts from nothing beside others, which may be meant to go on."""
+    folder = trainer.folder
+    others = [path.parent.name for path in folder.parent.glob(f"*/{CHECKPOINT}") if path.parent != folder]
+    if others and not trainer.checkpoint.path.exists() and process_state().is_main_process:
+        print(
+            f"residual: {folder.parent} has trainings of other settings, maps or texts ({', '.join(sorted(others))}); "
+            f"this one starts anew, in {folder.name}"
+        )
+
+
+def finish(trainer: Trainer) -> tuple[Form, ...] | None:
+    """Run a training, or what a killed one has left of it.
+
+    Returns:
+        The map where the dev KL was lowest: its forms, as they were but for steps that unfreeze them, and the branch.
+        `None` where no look was better than the first.
+
+    Raises:
+        TrainingError, UnsupportedModelError, UsageError: as `Trainer.run`.
+    """
+    _announce(trainer)
+    trainer.run()
+    return trainer.mapping.trained() if trainer.checkpoint.progress.improved else None
 
 
 def train_residual(
@@ -113,8 +140,7 @@ def train_residual(
         plan: of the hand-offs that are trained on; by default the plain one, with the native head that the map reads.
 
     Returns:
-        The map where the dev KL was lowest: its forms, as they were but for steps that unfreeze them, and the branch.
-        `None` where no look was better than the first, or no branch is wanted.
+        The map as `finish` gives it; `None` where no look was better than the first, or no branch is wanted.
 
     Raises:
         CalibrationError, CorpusError, UnsupportedModelError, UsageError: settings, moments, text or models that
@@ -124,6 +150,4 @@ def train_residual(
     if not config.wanted:
         return None
     text = training_text(moments, corpus, config, pair.tokenizer)
-    trainer = prepare_training(pair, forms, moments, text, config, folder, plan or HandoffPlan())
-    lowest = trainer.run()
-    return trainer.mapping.trained() if lowest < trainer.checkpoint.progress.curve[0]["dev_kl"] else None
+    return finish(prepare_training(pair, forms, moments, text, config, folder, plan or HandoffPlan()))

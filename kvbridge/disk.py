@@ -1,0 +1,64 @@
+"""Writing to a disk that may be full: whole files or none, and sentences that a person can act on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from kvbridge.errors import UsageError
+
+
+def amount(size: float | int) -> str:
+    """So many bytes, in the unit that suits them."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if size < 999.5:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.3g} PB"
+
+
+def free_bytes(folder: Path) -> int:
+    """Room on the disk of a folder that exists."""
+    return shutil.disk_usage(folder).free
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """While open, what keeps files from being written becomes one sentence.
+
+    Args:
+        path: the file or folder that the sentence names.
+
+    Raises:
+        UsageError: the disk is full, or refuses to be written to.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        raise UsageError(
+            f"{path} could not be written ({reason}); make room on that disk, or give a folder on another one."
+        ) from error
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write beside `path`, which takes its place in the end; where that fails, nothing of it is left.
+
+    Raises:
+        UsageError: the disk is full, or refuses to be written to.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        with writing(path):
+            yield partial
+            os.replace(partial, path)
+    finally:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
