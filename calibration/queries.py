@@ -18,6 +18,7 @@ from kvbridge.calibration.request import Request
 from kvbridge.calibration.sums import FIRST_POSITIONS
 from kvbridge.calibration.tensorfile import TensorFile, damaged, write_tensors
 from kvbridge.forms import KINDS
+from kvbridge.geometry import KVGeometry
 from kvbridge.model import KVModel
 
 # Of the fit split; moments of one head need no more.
@@ -88,6 +89,12 @@ def _of_unit(square: Float[Tensor, "L H D D"], covariance: Float[Tensor, "L H D 
     return (square / torch.where(varies > 0, varies, 1.0)).cpu()
 
 
+def _projected(weight: Float[Tensor, "E o"], geometry: KVGeometry) -> Float[Tensor, "H D D"]:
+    """Sum of `WᵀW` over the query heads of each group, for an output projection `W`."""
+    heads = weight.detach().double().unflatten(1, (geometry.kv_heads, -1, geometry.head_dim))
+    return torch.einsum("ehgd,ehgf->hdf", heads, heads)
+
+
 def measure_attention(target: KVModel, batches: list[Int[Tensor, "B T"]]) -> AttentionMetric:
     """The metric of a target, from what its queries, keys and values are in some blocks.
 
@@ -95,8 +102,7 @@ def measure_attention(target: KVModel, batches: list[Int[Tensor, "B T"]]) -> Att
         UnsupportedModelError: the target's attention does not show its queries, or has no known output projection.
     """
     geometry, rotary = target.geometry, target.rotary
-    shape = geometry.kv_heads, -1, geometry.head_dim
-    projections = [weight.detach().double().unflatten(1, shape) for weight in output_projections(target.model)]
+    projections = output_projections(target.model)
     queried, seen = list[Tensor](), {name: _Second() for name in ("queries", *KINDS)}
     backbone = queried_backbone(target.model, queried.append)
     for ids in batches:
@@ -106,11 +112,11 @@ def measure_attention(target: KVModel, batches: list[Int[Tensor, "B T"]]) -> Att
         content = target.content(cache)
         queries = rotary.strip(torch.stack(queried), content.positions)
         # The query heads of a group read one KV head and lie side by side: to it they are more rows of one query.
-        seen["queries"].add(queries.unflatten(2, shape[:2]).transpose(2, 3).flatten(1, 2))
+        seen["queries"].add(queries.unflatten(2, (geometry.kv_heads, -1)).transpose(2, 3).flatten(1, 2))
         for kind in KINDS:
             seen[kind].add(getattr(content, kind))
         queried.clear()
     distances = tuple(distance for distance in DISTANCES if distance < geometry.max_positions)
     keys = rotary.seen_from(seen["queries"].mean_square, distances)
-    values = torch.stack([torch.einsum("ehgd,ehgf->hdf", weight, weight) for weight in projections])
+    values = torch.stack([_projected(weight, geometry) for weight in projections])
     return AttentionMetric(_of_unit(keys, seen["keys"].covariance), _of_unit(values, seen["values"].covariance))
