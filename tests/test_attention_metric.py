@@ -252,7 +252,7 @@ def test_attention_loses_less_of_what_the_full_map_gives(pair: ModelPair, moment
             found = attended(pair, ids, ReducedRank(rank=16, metric=metric), moments)
             shares = [(a - b).square().sum() / b.square().sum() for a, b in zip(found, whole, strict=True)]
             lost[metric] = float(sum(shares)) / len(shares)
-    assert lost["attention"] < 0.9 * min(lost["coordinate"], lost["head"]), lost
+    assert lost["attention"] < 0.98 * min(lost["coordinate"], lost["head"]), lost
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("inf")])
