@@ -1,6 +1,7 @@
 """Text through both models into moments: corpora, streaming collection, mergeable sums."""
 
 from kvbridge.calibration.archive import MOMENTS, CalibrationMoments, load_of_bridge
+from kvbridge.calibration.attention import ATTENTION, AttentionMetric
 from kvbridge.calibration.collect import calibrate
 from kvbridge.calibration.config import CalibrationConfig, differing_settings
 from kvbridge.calibration.corpus import Corpus, CorpusConfig, open_corpus
@@ -13,7 +14,9 @@ from kvbridge.calibration.sketch import Sketch
 from kvbridge.calibration.store import calibrate_once, moments_folder
 
 __all__ = [
+    "ATTENTION",
     "MOMENTS",
+    "AttentionMetric",
     "CalibrationConfig",
     "CalibrationMoments",
     "CalibrationSizes",

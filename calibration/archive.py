@@ -10,6 +10,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from kvbridge.bridge import Bridge
+from kvbridge.calibration.attention import ATTENTION, AttentionMetric
 from kvbridge.calibration.blocks import SPLITS
 from kvbridge.calibration.config import differing_settings, require_same
 from kvbridge.calibration.moments import PARTS, Moments, no_products
@@ -30,11 +31,13 @@ class CalibrationMoments:
         sets: moments by (split, part).
         info: what they were collected from and how; `identity` within it decides what may be resumed or merged.
         sketch: what stands for the source's keys and values in the products, if anything does.
+        attention: what the target's attention makes of errors, where it was asked for.
     """
 
     sets: dict[tuple[str, str], Moments]
     info: dict[str, Any] = field(default_factory=dict)
     sketch: Sketch | None = None
+    attention: AttentionMetric | None = None
 
     def select(self, split: str, *, first: bool) -> Moments:
         """Moments of a split, with or without the first positions of each block."""
@@ -56,22 +59,36 @@ class CalibrationMoments:
         require_identity(pair, {key.removeprefix("pair."): value for key, value in stored}, "this calibration")
 
     def require(self, blocks: Iterable[MomentBlock]) -> None:
-        """Refuse to go on without the cross moments that a mapper reads.
+        """Refuse to go on without what a mapper reads.
 
         Raises:
-            CalibrationError: naming the first one that was not gathered.
+            CalibrationError: naming the first thing that was not gathered.
         """
-        self.sets["fit", "rest"].require(blocks if self.sketch is None else sketched(blocks))
+        asked = frozenset(blocks)
+        products = asked - {ATTENTION}
+        self.sets["fit", "rest"].require(products if self.sketch is None else sketched(products))
+        if ATTENTION in asked:
+            self.require_attention()
+
+    def require_attention(self) -> AttentionMetric:
+        """What the target's attention makes of errors.
+
+        Raises:
+            CalibrationError: it was not gathered.
+        """
+        if self.attention is None:
+            raise CalibrationError("these moments hold no metric of attention; calibrate with this mapper.")
+        return self.attention
 
     def merge(self, other: CalibrationMoments) -> None:
-        """Add the moments of another shard of the same calibration."""
+        """Add the moments of another shard of the same calibration; the metric of attention stays one's own."""
         for key, moments in self.sets.items():
             moments.merge(other.sets[key])
 
     def clone(self) -> CalibrationMoments:
         """A copy in memory, which can be added to."""
         return CalibrationMoments(
-            {at: moments.clone() for at, moments in self.sets.items()}, dict(self.info), self.sketch
+            {at: moments.clone() for at, moments in self.sets.items()}, dict(self.info), self.sketch, self.attention
         )
 
     def save(self, path: Path) -> None:
@@ -83,6 +100,8 @@ class CalibrationMoments:
         }
         if self.sketch is not None:
             named["sketch"] = self.sketch.directions
+        if self.attention is not None:
+            named |= self.attention.tensors()
         rows = {f"{split}/{part}": moments.summed for (split, part), moments in self.sets.items()}
         one = self.sets["fit", "rest"]
         described = {"info": self.info, "rows": rows, "layers": one.layers, "blocks": sorted(one.cross)}
@@ -104,6 +123,7 @@ class CalibrationMoments:
                 raise ValueError("no identity")
             if "sketch" in file.shapes:
                 loaded.sketch = Sketch(file.read("sketch").clone())
+            loaded.attention = AttentionMetric.stored(file)
         except (SafetensorError, KeyError, ValueError, TypeError, AttributeError) as error:
             raise damaged(path, error) from error
         return loaded
@@ -159,7 +179,7 @@ def side_by_side(parts: list[CalibrationMoments]) -> CalibrationMoments:
         cross = StoredTensors(places) if one.summed else no_products(widths, (b for o in others for b in o.cross))
         sets[at] = Moments(one.summed, mean, square, cross, dict(one.layers), [StoredTensors(held)] if held else [])
     info = parts[0].info | {"seconds": sum(part.info["seconds"] for part in parts)}
-    return CalibrationMoments(sets, info)
+    return CalibrationMoments(sets, info, attention=parts[0].attention)
 
 
 def _places(stored: Mapping[Any, Any]) -> dict[Any, tuple[TensorFile, str]]:

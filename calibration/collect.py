@@ -12,6 +12,7 @@ from kvbridge.calibration.archive import MOMENTS, CalibrationMoments, load_same
 from kvbridge.calibration.blocks import BlockSet
 from kvbridge.calibration.config import CalibrationConfig
 from kvbridge.calibration.products import MomentBlock
+from kvbridge.calibration.queries import find_metric, metric_file
 from kvbridge.calibration.request import Request
 from kvbridge.calibration.rows import read_states, residual_layers, variables_of
 from kvbridge.calibration.shards import finished_shards, merge_shards, parse_shard, shard_path
@@ -45,11 +46,12 @@ def _collect(request: Request, path: Path, shard: int, shards: int) -> Calibrati
         raise UsageError("calibration.sketch needs all states in one place; start one process.")
     drawn = request.draw.blocks(request.corpus, pair.tokenizer)
     batches = batches_of(drawn, config.batch, shard, shards)
+    attention = find_metric(request, drawn, path)
     if config.stage:
-        return collect_staged(request, drawn, batches, path)
+        return collect_staged(request, drawn, batches, path, attention)
     names = variables_of(request.blocks)
     states = _LiveStates(pair, drawn, config.pairing, residual_layers(names, request.layers))
-    wanted = Wanted(request.blocks, request.widths(names), request.layers, request.identity)
+    wanted = Wanted(request.blocks, request.widths(names), request.layers, request.identity, attention=attention)
     label = "calibrate" if shards == 1 else f"calibrate {shard}/{shards}"
     return Summation(states, drawn, config, wanted, path).run(batches, label)
 
@@ -95,6 +97,7 @@ def calibrate(
         else:
             with alone(path, main=True):
                 moments = _collect(request, path, shard, shards)
+                metric_file(path).unlink(missing_ok=True)
             if path == final:
                 return moments
         if config.shard is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbridge.calibration.archive import MOMENTS, CalibrationMoments
+from kvbridge.calibration.attention import ATTENTION
 from kvbridge.calibration.config import CalibrationConfig, identity
 from kvbridge.calibration.corpus import Corpus
 from kvbridge.calibration.draw import ADDED, DRAWN, Draw
@@ -31,11 +32,13 @@ class Request:
         pair: source and target; a `PairLoader` only where states are staged.
         config: text and sizes.
         blocks: products of variables, by the names under which they are stored.
+        attention: whether the metric of the target's attention is asked for too.
     """
 
     pair: Pair
     config: CalibrationConfig
     blocks: frozenset[MomentBlock]
+    attention: bool = False
 
     @classmethod
     def of(cls, pair: Pair, config: CalibrationConfig, blocks: Iterable[MomentBlock]) -> Request:
@@ -44,8 +47,9 @@ class Request:
         Raises:
             UsageError: a variable is none, reaches beyond its model, or is a part of what the sketch stands for.
         """
-        plain = plain_blocks(blocks, layer_counts(pair.geometry("source"), pair.geometry("target")))
-        return cls(pair, config, plain if config.sketch is None else sketched(plain))
+        asked = frozenset(blocks)
+        plain = plain_blocks(asked - {ATTENTION}, layer_counts(pair.geometry("source"), pair.geometry("target")))
+        return cls(pair, config, plain if config.sketch is None else sketched(plain), ATTENTION in asked)
 
     @property
     def geometries(self) -> tuple[KVGeometry, KVGeometry]:
@@ -109,4 +113,5 @@ class Request:
 
     @cached_property
     def _own(self) -> dict[str, Any]:
-        return identity(self.pair, self.corpus, self.config, self.blocks)
+        gathered = self.blocks | {ATTENTION} if self.attention else self.blocks
+        return identity(self.pair, self.corpus, self.config, gathered)

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from kvbridge.calibration.archive import CalibrationMoments, load_same, side_by_side
+from kvbridge.calibration.attention import AttentionMetric
 from kvbridge.calibration.blocks import SPLITS, BlockSet
 from kvbridge.calibration.config import CalibrationConfig
 from kvbridge.calibration.moments import rows_per_product
@@ -60,6 +61,7 @@ class StagedPair:
 
     def stage(self, pair: Pair, numbers: list[int], residuals: tuple[int, ...], batch: int) -> None:
         """Stage what is missing, one model after the other."""
+        _let_go()
         stage_model(pair, self.drawn, numbers, self.source, (), batch)
         _let_go()
         partners = sorted(self.drawn.partners(numbers, self.pairing))
@@ -125,8 +127,17 @@ def find_sketch(request: Request, states: StagedPair, batches: list[list[int]], 
         raise damaged(path, error) from error
 
 
-def collect_staged(request: Request, drawn: BlockSet, batches: list[list[int]], path: Path) -> CalibrationMoments:
+def collect_staged(
+    request: Request, drawn: BlockSet, batches: list[list[int]], path: Path, attention: AttentionMetric | None = None
+) -> CalibrationMoments:
     """Stage what is missing, sum it in as few passes as the memory allows, and write the file `path`.
+
+    Args:
+        request: what is asked for.
+        drawn: the blocks.
+        batches: numbers of those that are summed.
+        path: of the moments.
+        attention: what is kept beside the sums.
 
     Raises:
         CalibrationError: states, a pass or a checkpoint of other settings are in the way.
@@ -149,7 +160,7 @@ def collect_staged(request: Request, drawn: BlockSet, batches: list[list[int]], 
         at = path if len(passes) == 1 else path.with_name(f"{path.name}.pass-{digest(sorted(part))}")
         if not at.exists():
             names = pass_variables(part, passes, layers)
-            wanted = Wanted(part, request.widths(names), layers, request.identity, enough)
+            wanted = Wanted(part, request.widths(names), layers, request.identity, enough, attention)
             Summation(states, drawn, config, wanted, at).run(batches, f"sum {number}/{len(passes)}")
         found.append(load_same(at, request.identity))
     joined = side_by_side(found)

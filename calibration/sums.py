@@ -13,6 +13,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from kvbridge.calibration.archive import CalibrationMoments, load_same
+from kvbridge.calibration.attention import AttentionMetric
 from kvbridge.calibration.blocks import SPLITS, BlockSet
 from kvbridge.calibration.config import PRECISIONS, CalibrationConfig
 from kvbridge.calibration.moments import PARTS, Moments
@@ -43,6 +44,7 @@ class Wanted:
         identity: what decides the values.
         enough: rows that wait for one product, the same for all passes over the same states; by default as many as
             the widths let wait.
+        attention: what is kept beside the sums.
     """
 
     blocks: frozenset[MomentBlock]
@@ -50,12 +52,13 @@ class Wanted:
     layers: dict[str, int]
     identity: dict[str, Any]
     enough: int | None = None
+    attention: AttentionMetric | None = None
 
     def zeros(self) -> CalibrationMoments:
         sets = {
             (split, part): Moments.zeros(self.widths, self.blocks, self.layers) for split in SPLITS for part in PARTS
         }
-        return CalibrationMoments(sets, {"identity": self.identity})
+        return CalibrationMoments(sets, {"identity": self.identity}, attention=self.attention)
 
 
 def batches_of(drawn: BlockSet, batch: int, shard: int, shards: int) -> list[list[int]]:

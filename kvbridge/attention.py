@@ -31,7 +31,7 @@ def _queried_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **given: Any
 ) -> tuple[Tensor, Any]:
     """The library's own attention, after the scaled queries have gone to the module's `record`."""
-    _refuse_special(module, given, "another loss than attention")
+    _refuse_special(module, given, "a loss or metric other than attention")
     # Importing it takes seconds.
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -102,7 +102,7 @@ def output_projections(model: transformers.PreTrainedModel) -> list[Tensor]:
         if len(weights) != 1:
             raise UnsupportedModelError(
                 f"layer {number} of {type(model).__name__} has no output projection called "
-                f"{' or '.join(OUTPUT_PROJECTIONS)}; train with another loss than attention."
+                f"{' or '.join(OUTPUT_PROJECTIONS)}; use a loss or metric other than attention."
             )
         found.append(weights[0])
     return found

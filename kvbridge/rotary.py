@@ -7,7 +7,7 @@ dtype and, for some scalings, multiplied by a factor. The inverse is `[[c, s], [
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import transformers
@@ -62,6 +62,34 @@ class RotaryCodec:
     def apply(self, keys: Float[Tensor, "*batch T D"], positions: Int[Tensor, "T"]) -> Float[Tensor, "*batch T D"]:
         """Rotated keys, in fp32, of content keys at `positions`."""
         return self._rotate(keys, *self.tables(positions))
+
+    def seen_from(self, second: Float[Tensor, "*batch D D"], distances: tuple[int, ...]) -> Float[Tensor, "*batch D D"]:
+        """What the queries' second moment weighs content keys by, in the mean over how far the keys stand behind.
+
+        For `S` the mean of `q qᵀ` this is the mean of `R(Δ)ᵀ S R(Δ)` over distances Δ, with `qᵀ R(Δ) k` the product of
+        a query and a key without their rotations. In closed form: as `R(Δ)ᵀ q` is `c ∘ q + s ∘ t(q)`, with t the
+        quarter turn of every rotary pair, only the mean products of cosines and sines are needed.
+
+        Args:
+            second: `S` of each head, in fp64.
+            distances: in tokens.
+        """
+        # Without the rounding to the model's dtype, which differs from position to position.
+        exact = replace(self, dtype=torch.float32)
+        cos, sin = exact.tables(torch.tensor((0, *distances), device=second.device))
+        # A scaled table scales queries and keys alike; the key's factor is its cosine at distance 0.
+        cos, sin = (table[1:].to(second) * cos[0].to(second) for table in (cos, sin))
+        rest = second.shape[-1] - cos.shape[-1]
+        cos, sin = nn.functional.pad(cos, (0, rest), value=1.0), nn.functional.pad(sin, (0, rest))
+        turned = self._turn(second, cos.shape[-1] - rest)
+        both = self._turn(turned.mT, cos.shape[-1] - rest).mT
+        mixed = (cos.T @ sin) * turned
+        return ((cos.T @ cos) * second + mixed + mixed.mT + (sin.T @ sin) * both) / len(distances)
+
+    def _turn(self, x: Float[Tensor, "*batch D"], width: int) -> Float[Tensor, "*batch D"]:
+        """The quarter turn of the first `width` coordinates' pairs; nothing of the others."""
+        turned = _pair_turn(x[..., :width], self.interleaved)
+        return nn.functional.pad(turned, (0, x.shape[-1] - width))
 
     def _rotate(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         width = cos.shape[-1]

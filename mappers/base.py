@@ -54,7 +54,7 @@ class Mapper(Protocol):
     name: ClassVar[str]
 
     def blocks(self) -> frozenset[MomentBlock]:
-        """The cross moments that `fit` reads, so that calibration gathers only those."""
+        """The cross moments that `fit` reads, so that calibration gathers only those; `ATTENTION` asks for a metric."""
         ...
 
     def fit(self, moments: CalibrationMoments, source: KVGeometry, target: KVGeometry) -> FittedMap:

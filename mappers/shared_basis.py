@@ -16,16 +16,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvbridge.calibration import CalibrationMoments, MomentBlock
+from kvbridge.calibration import ATTENTION, CalibrationMoments, MomentBlock
 from kvbridge.errors import UsageError
 from kvbridge.forms import KINDS, SharedBasis
 from kvbridge.geometry import KVGeometry
 from kvbridge.mappers.base import FittedMap
+from kvbridge.mappers.error_units import METRICS, ErrorUnits, error_units
 from kvbridge.mappers.joint import Joint
 from kvbridge.mappers.joint_inputs import JointProblem, finished_map, joined
 from kvbridge.variables import Span
 
-METRICS = ("coordinate", "head")
 ITERATIONS, OVERSAMPLED = 3, 32
 
 
@@ -58,7 +58,9 @@ class ReducedRank:
     Attributes:
         rank: most directions of one basis, `R`; held-out moments may choose fewer.
         groups: groups of neighbouring target layers with a basis of their own.
-        metric: in what units errors are counted: the spread of each `coordinate`, or that of each `head` as a whole.
+        metric: in what units errors are counted: the spread of each `coordinate`, that of each `head` as a whole, or
+            what the target's `attention` makes of them.
+        key_weight: how many times as much the squared error of a key counts as that of a value.
         joint: the full-rank map that is approximated.
     """
 
@@ -67,6 +69,7 @@ class ReducedRank:
     rank: int = 1024
     groups: int = 1
     metric: str = "head"
+    key_weight: float = 1.0
     joint: Joint = field(default_factory=Joint)
 
     def __post_init__(self) -> None:
@@ -74,9 +77,15 @@ class ReducedRank:
             raise UsageError(f"mapper.rank={self.rank}, mapper.groups={self.groups}: expected 1 or more of each.")
         if self.metric not in METRICS:
             raise UsageError(f"mapper.metric={self.metric}: expected one of {', '.join(METRICS)}.")
+        if not 0 < self.key_weight < math.inf:
+            raise UsageError(f"mapper.key_weight={self.key_weight:g}: expected a positive number.")
 
     def blocks(self) -> frozenset[MomentBlock]:
-        return self.joint.blocks()
+        return self.joint.blocks() | ({ATTENTION} if self._by_attention else frozenset())
+
+    @property
+    def _by_attention(self) -> bool:
+        return self.metric == "attention"
 
     def map_flops(self, source: KVGeometry, target: KVGeometry, layers: range) -> int:
         """Operations for one token and the target `layers`; fewer where held-out moments choose a smaller rank."""
@@ -90,14 +99,16 @@ class ReducedRank:
         """Solve the joint regression, then keep the directions that matter most.
 
         Raises:
-            CalibrationError: too few rows, or singular normal equations.
+            CalibrationError: too few rows, singular normal equations, or no metric of attention where that is wanted.
             UsageError: native head and boundary do not fit the target.
         """
+        attention = moments.require_attention() if self._by_attention else None
         problem, full, chosen = self.joint.solve(moments, source, target)
         forms, weight = [], torch.empty_like(full)
         for spans in self._grouped(problem):
             columns = torch.cat([torch.arange(problem.width)[problem.columns[span]] for span in spans])
-            reduce, expand = self._factor(problem, full[:, columns], spans)
+            units = error_units(problem, spans, self.metric, self.key_weight, attention)
+            reduce, expand = self._factor(problem, full[:, columns], spans, units)
             weight[:, columns] = reduce @ expand
             bias = problem.bias(weight[:, columns], spans)
             scaled = problem.on_inputs(reduce)
@@ -118,24 +129,14 @@ class ReducedRank:
         ]
 
     def _factor(
-        self, problem: JointProblem, weight: Float[Tensor, "p q"], spans: list[Span]
+        self, problem: JointProblem, weight: Float[Tensor, "p q"], spans: list[Span], units: ErrorUnits
     ) -> tuple[Float[Tensor, "p R"], Float[Tensor, "R q"]]:
         """Basis and its expansion, with as many directions as explain most of the held-out moments."""
-        units = self._units(problem, spans)
-        scaled = weight / units
+        scaled = units.counted(weight)
         directions = principal_outputs(problem.correlation.float(), scaled, min(self.rank, *weight.shape))
         reduce = scaled @ directions
-        kept = self._kept(problem, reduce, directions / units[:, None], spans)
-        return reduce[:, :kept].contiguous(), (directions.T * units)[:kept].contiguous()
-
-    def _units(self, problem: JointProblem, spans: list[Span]) -> Float[Tensor, "q"]:
-        """In what each output's error is counted."""
-        square = problem.fit.squares(spans)
-        if self.metric == "head":
-            width = problem.target.head_dim
-            square = square.reshape(-1, width).mean(dim=1).repeat_interleave(width)
-        unit = (square / problem.fit.rows).sqrt()
-        return torch.where(unit > 0, unit, torch.ones_like(unit)).float()
+        kept = self._kept(problem, reduce, units.counted(directions.T).T, spans)
+        return reduce[:, :kept].contiguous(), units.restored(directions.T)[:kept].contiguous()
 
     def _kept(
         self,

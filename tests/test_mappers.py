@@ -25,7 +25,7 @@ from sklearn.preprocessing import StandardScaler
 from kvbridge import compat
 from kvbridge.assembly import hand_off
 from kvbridge.bridge import Bridge
-from kvbridge.calibration import CalibrationConfig, CalibrationMoments, Moments, calibrate, open_corpus
+from kvbridge.calibration import ATTENTION, CalibrationConfig, CalibrationMoments, Moments, calibrate, open_corpus
 from kvbridge.calibration.draw import Draw
 from kvbridge.errors import CalibrationError, UsageError
 from kvbridge.folding import fold_if_not_dearer
@@ -56,6 +56,7 @@ MAPPERS: list[Mapper] = [
     Joint(native_head=None, boundary=2),
     ReducedRank(rank=12),
     ReducedRank(rank=4, groups=2, metric="coordinate", joint=Joint(native_head=1)),
+    ReducedRank(rank=12, metric="attention", key_weight=2.0, joint=Joint(native_head=None, boundary=2)),
 ]
 # Mappers that only fit a pair of equal shapes.
 EQUAL_SHAPES = (Identity,)
@@ -82,12 +83,13 @@ class Calibrated:
                 kept.rows,
                 kept.mean,
                 kept.square,
-                {(a, b): kept.cross_products([a], [b]) for a, b in mapper.blocks()},
+                {(a, b): kept.cross_products([a], [b]) for a, b in mapper.blocks() - {ATTENTION}},
                 kept.layers,
             )
             for at, kept in self.moments.sets.items()
         }
-        return CalibrationMoments(sets, self.moments.info)
+        attention = self.moments.attention if ATTENTION in mapper.blocks() else None
+        return CalibrationMoments(sets, self.moments.info, attention=attention)
 
     def fit(self, mapper: Mapper) -> FittedMap:
         return mapper.fit(self.moments_for(mapper), self.pair.source.geometry, self.pair.target.geometry)
