@@ -14,10 +14,12 @@ from typing import ClassVar
 import torch
 
 from kvbridge.calibration import CalibrationMoments, MomentBlock
+from kvbridge.calibration.sizes import FitShape
 from kvbridge.errors import UsageError
 from kvbridge.forms import KINDS, SharedBasis
 from kvbridge.geometry import KVGeometry
 from kvbridge.mappers.base import FittedMap
+from kvbridge.mappers.fit_memory import joint_bytes
 from kvbridge.mappers.joint_inputs import (
     JointProblem,
     Penalty,
@@ -94,6 +96,9 @@ class Joint:
 
     def branch_width(self, source: KVGeometry, target: KVGeometry) -> int:
         return self.widths(source, target, range(0))[0]
+
+    def fit_bytes(self, shape: FitShape) -> int:
+        return joint_bytes(shape)
 
     def problem(
         self, moments: CalibrationMoments, source: KVGeometry, target: KVGeometry

@@ -17,10 +17,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvbridge.calibration import CalibrationMoments, MomentBlock
+from kvbridge.calibration.sizes import FitShape
 from kvbridge.errors import UsageError
 from kvbridge.forms import KINDS, SharedBasis
 from kvbridge.geometry import KVGeometry
 from kvbridge.mappers.base import FittedMap
+from kvbridge.mappers.fit_memory import basis_bytes
 from kvbridge.mappers.joint import Joint
 from kvbridge.mappers.joint_inputs import JointProblem, joined
 from kvbridge.mappers.joint_solve import finished_map, solve_joint
@@ -86,6 +88,9 @@ class ReducedRank:
 
     def branch_width(self, source: KVGeometry, target: KVGeometry) -> int:
         return self.joint.branch_width(source, target)
+
+    def fit_bytes(self, shape: FitShape) -> int:
+        return basis_bytes(shape, self.rank + OVERSAMPLED, self.groups)
 
     def fit(self, moments: CalibrationMoments, source: KVGeometry, target: KVGeometry) -> FittedMap:
         """Solve the joint regression, then keep the directions that matter most.
