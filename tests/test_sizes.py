@@ -90,7 +90,7 @@ def test_a_large_pair_fits_on_one_gpu_with_one_model_a_sketch_and_passes() -> No
     mapper = ReducedRank(rank=2048)
     sizes = calibration_sizes(source, target, settings, mapper.fit_bytes)
     assert sizes.fits(80)
-    assert sizes.peaks["fit"] < 15e9
+    assert sizes.peaks["fit"] < 16e9
     assert advice(sizes, 80, mapper.fit_bytes) is None
     assert sizes.passes > 1
     assert max(sizes.peaks, key=lambda stage: sizes.peaks[stage]) == "stage target"
@@ -147,14 +147,14 @@ def most_memory(work: Callable[[], Any]) -> int:
     return max(itertools.accumulate(nbytes for _, nbytes in changes))
 
 
-@pytest.mark.parametrize(("layers", "width"), [(6, 32), (20, 64)], ids=["more-features", "more-outputs"])
+@pytest.mark.parametrize(("layers", "width"), [(6, 32), (14, 32)], ids=["more-features", "more-outputs"])
 @pytest.mark.parametrize(
     "mapper",
     [Joint(), ReducedRank(rank=16), ReducedRank(rank=200), ReducedRank(rank=16, groups=3)],
     ids=["joint", "rank-16", "rank-200", "groups"],
 )
 def test_a_fit_takes_as_much_memory_as_its_mapper_says(mapper: Joint | ReducedRank, layers: int, width: int) -> None:
-    source = KVGeometry("llama", 5, 2, 32, 2, 64, 512, {}, "default", "none")
+    source = KVGeometry("llama", 3, 2, 32, 2, 64, 512, {}, "default", "none")
     target = KVGeometry("llama", layers, 4, width, 4, 4 * width, 512, {}, "default", "none")
     moments = synthetic_moments(mapper, (source, target))
     made = Joint().widths(source, target, range(layers))
