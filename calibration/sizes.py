@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from rich.table import Table
 
 from kvbridge.calibration.moments import rows_per_product
-from kvbridge.calibration.passes import SUM_BYTES, plan_passes
-from kvbridge.calibration.products import SKETCH, MomentBlock, joint_blocks, plain_blocks
-from kvbridge.calibration.rows import layer_counts, residual_layers, widths_of
+from kvbridge.calibration.passes import SUM_BYTES, pass_variables, plan_passes
+from kvbridge.calibration.products import SKETCH, Extent, MomentBlock, joint_blocks, plain_blocks
+from kvbridge.calibration.rows import layer_counts, layer_widths, residual_layers, variables_of, widths_of
 from kvbridge.calibration.shapes import ModelShape
 from kvbridge.calibration.sketch import SKETCHED, sketched
 from kvbridge.calibration.staging import token_bytes
@@ -31,7 +32,7 @@ class SizeSettings:
         held_out: tokens of the held-out split, as a share of those.
         block: tokens per block.
         sketch: principal directions per source layer; `None` for no sketch.
-        memory_gb: for the sums, in 10⁹ bytes; `None` for one pass.
+        memory_gb: for the sums of one pass, in 10⁹ bytes; `None` for one pass.
         rank: of a shared basis.
         prompt: tokens of a prompt, for the share of its prefill.
     """
@@ -50,6 +51,21 @@ class SizeSettings:
     def sets(self) -> int:
         """Sets of moments whose sums are in memory at once; those of first positions are few rows."""
         return 2 if self.held_out else 1
+
+
+@dataclass(frozen=True, slots=True)
+class FitShape:
+    """What the memory of a fit depends on, beside the mapper.
+
+    Attributes:
+        features: of the regression, after a sketch.
+        inputs: numbers that the map reads.
+        outputs: widths of what it makes, one for each layer and kind.
+    """
+
+    features: int
+    inputs: int
+    outputs: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,18 +135,54 @@ class CalibrationSizes:
 def _passes(
     blocks: frozenset[MomentBlock], source: ModelShape, target: ModelShape, settings: SizeSettings
 ) -> tuple[int, int]:
-    """How many passes there are, and the bytes of the largest one's sums."""
+    """How many passes there are, and the bytes in memory in the largest one."""
+    layers = layer_counts(source, target)
 
-    def widths(part: frozenset[MomentBlock]) -> dict[str, int]:
-        return widths_of((name for block in part for name in block), source, target, settings.sketch)
+    def widths(names: Iterable[str]) -> dict[str, int]:
+        return widths_of(names, source, target, settings.sketch)
 
-    passes = plan_passes(blocks, widths(blocks), layer_counts(source, target), settings.sets, settings.memory_gb)
-    summed = [sum(wide[a] * wide[b] for a, b in part) for part, wide in zip(passes, map(widths, passes), strict=True)]
-    return len(passes), max(summed) * SUM_BYTES * settings.sets
+    wide = widths(variables_of(blocks))
+    rows = rows_per_product(sum(wide.values()))
+    passes = plan_passes(blocks, wide, layers, settings.sets, settings.memory_gb)
+    held = [widths(pass_variables(part, passes, layers)) for part in passes]
+    return len(passes), max(_summing_bytes(*each, rows, settings.sets) for each in zip(passes, held, strict=True))
 
 
-def calibration_sizes(source: ModelShape, target: ModelShape, settings: SizeSettings) -> CalibrationSizes:
+def _summing_bytes(blocks: frozenset[MomentBlock], widths: dict[str, int], rows: int, sets: int) -> int:
+    """Sums, the largest product that is added to them, and rows: waiting, joined and centred, of one variable in fp64.
+
+    Args:
+        blocks: products of a pass.
+        widths: of its variables.
+        rows: that wait for one product.
+        sets: of sums.
+    """
+    products = [widths[a] * widths[b] for a, b in blocks]
+    waiting = 3 * SINGLE * sum(widths.values()) + 2 * DOUBLE * max(widths.values())
+    return sum(products) * SUM_BYTES * sets + max(products) * SINGLE + rows * waiting
+
+
+def _each_output(names: tuple[str, ...], source: ModelShape, target: ModelShape) -> tuple[int, ...]:
+    """Width of every layer of every output."""
+    extents = [Extent.of(name, layer_counts(source, target)) for name in names]
+    one = layer_widths(source, target)
+    return tuple(one[extent.variable] for extent in extents for _ in range(len(extent)))
+
+
+def calibration_sizes(
+    source: ModelShape,
+    target: ModelShape,
+    settings: SizeSettings,
+    fit_bytes: Callable[[FitShape], int] | None = None,
+) -> CalibrationSizes:
     """Compute all sizes of a joint map of the source's keys and values and what the target knows natively.
+
+    Args:
+        source: the small model.
+        target: the large model.
+        settings: what is planned.
+        fit_bytes: bytes that the mapper's fit holds at most, beside moments in their file; without it the sizes say
+            nothing of the fit.
 
     Raises:
         UsageError: a variable is none, or the memory does not suffice for one layer.
@@ -138,7 +190,7 @@ def calibration_sizes(source: ModelShape, target: ModelShape, settings: SizeSett
     layers = layer_counts(source, target)
     inputs = (*SKETCHED, *settings.inputs)
     blocks = plain_blocks(joint_blocks(inputs, settings.outputs), layers)
-    passes, sums = _passes(blocks if settings.sketch is None else sketched(blocks), source, target, settings)
+    passes, summing = _passes(blocks if settings.sketch is None else sketched(blocks), source, target, settings)
     features = inputs if settings.sketch is None else (SKETCH, *settings.inputs)
     p, raw, q = (
         sum(widths_of(names, source, target, settings.sketch).values())
@@ -148,15 +200,15 @@ def calibration_sizes(source: ModelShape, target: ModelShape, settings: SizeSett
     source_token, target_token = (
         token_bytes(model, torch.bfloat16, kept) for model, kept in ((source, 0), (target, len(streams)))
     )
-    width = p + max(q // passes, 1)
     sketch = 3 * source.layers * source.kv_width**2 * DOUBLE * settings.sets
     peaks = {
         "stage source": source.parameters * HALF + settings.block * source_token * (1 + SINGLE // HALF),
         "stage target": target.parameters * HALF + settings.block * target_token * (1 + SINGLE // HALF),
         **({"sketch": sketch} if settings.sketch else {}),
-        "sum": sums + rows_per_product(width) * width * (SINGLE + DOUBLE),
-        "fit": 3 * p * p * DOUBLE + 2 * p * target.kv_width * DOUBLE,
+        "sum": summing,
     }
+    if fit_bytes is not None:
+        peaks["fit"] = fit_bytes(FitShape(p, raw, _each_output(settings.outputs, source, target)))
     return CalibrationSizes(
         source=source,
         target=target,

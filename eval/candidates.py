@@ -26,6 +26,8 @@ class PlannerConfig:
         dearest: share of prefill FLOPs from which on a map is refused before it is fitted; at 1 it costs what it saves.
         budgets: shares of prefill FLOPs for which the best point is printed.
         sizes: print how large calibration and map of a pair will be, from its models' configs alone, and stop.
+        memory_gb: with `sizes`, how much memory there is, in 10⁹ bytes; where a stage takes more, it says which
+            settings help.
         native_tail: tails that are tried.
         native_head: native heads that are tried; empty for the one that each map needs, or else 0.
         native_attended: shares of the carried tokens to read natively that are tried.
@@ -37,6 +39,7 @@ class PlannerConfig:
     dearest: float = 1.0
     budgets: list[float] = field(default_factory=lambda: [0.05, 0.1, 0.15, 0.25])
     sizes: bool = False
+    memory_gb: float = 80.0
     native_tail: list[int] = field(default_factory=lambda: [1, 16])
     native_head: list[int] = field(default_factory=list)
     native_attended: list[float] = field(default_factory=lambda: [0.0, 0.05, 0.1, 0.15, 0.2])
@@ -45,6 +48,8 @@ class PlannerConfig:
     def __post_init__(self) -> None:
         if self.documents < 0:
             raise UsageError(f"planner.documents={self.documents}: expected 0 or more.")
+        if self.memory_gb <= 0:
+            raise UsageError(f"planner.memory_gb={self.memory_gb:g}: expected more than 0.")
         if not (0 < self.max_share <= 1 and self.dearest > 0):
             raise UsageError(
                 f"planner.max_share={self.max_share:g}, planner.dearest={self.dearest:g}: expected a share between 0 "

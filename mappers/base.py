@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 from kvbridge.branch import ACTIVATIONS
 from kvbridge.calibration import CalibrationMoments, MomentBlock
 from kvbridge.calibration.moments import source_variable, target_variable
+from kvbridge.calibration.sizes import FitShape
 from kvbridge.forms import KINDS, Form
 from kvbridge.geometry import KVGeometry
 from kvbridge.mappers.residual_config import ResidualConfig
@@ -77,6 +78,15 @@ class CostedMapper(Protocol):
 
     def branch_width(self, source: KVGeometry, target: KVGeometry) -> int:
         """Numbers per token that a residual branch on the map will read."""
+        ...
+
+
+@runtime_checkable
+class SizedMapper(Protocol):
+    """A mapper that can say before the fit how much memory it will take."""
+
+    def fit_bytes(self, shape: FitShape) -> int:
+        """Bytes that `fit` holds at most, beside moments in their file."""
         ...
 
 

@@ -35,28 +35,31 @@ class ErrorUnits:
     roots: tuple[Tensor, ...]
     inverses: tuple[Tensor, ...]
 
+    def count(self, rows: Float[Tensor, "N q"]) -> Float[Tensor, "N q"]:
+        """Bring rows of outputs into the units of their errors, in place."""
+        return _multiply(rows, self.roots)
+
     def counted(self, rows: Float[Tensor, "N q"]) -> Float[Tensor, "N q"]:
         """Rows of outputs in the units of their errors."""
-        return _times(rows, self.roots)
+        return _multiply(rows.clone(), self.roots)
 
     def restored(self, rows: Float[Tensor, "N q"]) -> Float[Tensor, "N q"]:
         """Rows in the outputs' own units, of rows in those of their errors."""
-        return _times(rows, self.inverses)
+        return _multiply(rows.clone(), self.inverses)
 
 
-def _times(rows: Float[Tensor, "N q"], parts: Sequence[Tensor]) -> Float[Tensor, "N q"]:
-    """Rows times a block-diagonal matrix."""
-    out, at = torch.empty_like(rows), 0
+def _multiply(rows: Float[Tensor, "N q"], parts: Sequence[Tensor]) -> Float[Tensor, "N q"]:
+    """Multiply rows by a block-diagonal matrix, in place, block by block."""
+    at = 0
     for part in parts:
         place = slice(at, at + part.shape[0] * (part.shape[1] if part.ndim > 1 else 1))
-        piece = rows[:, place]
         if part.ndim > 1:
-            heads = piece.unflatten(1, part.shape[:2])
-            out[:, place] = torch.einsum("nhd,hde->nhe", heads, part).flatten(1)
+            heads = rows[:, place].unflatten(1, part.shape[:2])
+            rows[:, place] = torch.einsum("nhd,hde->nhe", heads, part).flatten(1)
         else:
-            out[:, place] = piece * part
+            rows[:, place] *= part
         at = place.stop
-    return out
+    return rows
 
 
 def error_units(

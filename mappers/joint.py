@@ -11,25 +11,24 @@ import sys
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from jaxtyping import Float
-from torch import Tensor
+import torch
 
 from kvbridge.calibration import CalibrationMoments, MomentBlock
+from kvbridge.calibration.sizes import FitShape
 from kvbridge.errors import UsageError
 from kvbridge.forms import KINDS, SharedBasis
 from kvbridge.geometry import KVGeometry
 from kvbridge.mappers.base import FittedMap
+from kvbridge.mappers.fit_memory import joint_bytes
 from kvbridge.mappers.joint_inputs import (
     JointProblem,
     Penalty,
-    choose_penalties,
-    finished_map,
     joined,
     made_layers,
     needed_blocks,
     read_spans,
-    solve_joint,
 )
+from kvbridge.mappers.joint_solve import choose_penalties, finished_map, solve_joint
 from kvbridge.variables import Span
 
 
@@ -98,33 +97,34 @@ class Joint:
     def branch_width(self, source: KVGeometry, target: KVGeometry) -> int:
         return self.widths(source, target, range(0))[0]
 
-    def solve(
-        self, moments: CalibrationMoments, source: KVGeometry, target: KVGeometry
-    ) -> tuple[JointProblem, Float[Tensor, "p q"], dict[Span, Penalty]]:
-        """Choose the penalty of each layer and kind on held-out moments, then solve.
+    def fit_bytes(self, shape: FitShape) -> int:
+        return joint_bytes(shape)
 
-        Returns:
-            The regression, the weights of all its outputs in the units of `JointProblem.correlation`, and the penalty
-            of each output.
+    def problem(
+        self, moments: CalibrationMoments, source: KVGeometry, target: KVGeometry
+    ) -> tuple[JointProblem, dict[Span, Penalty]]:
+        """The regression, and the penalty of each layer and kind, chosen on held-out moments.
 
         Raises:
             CalibrationError: too few rows, or singular normal equations.
             UsageError: native head and boundary do not fit the target.
         """
         problem = JointProblem.of(moments, source, target, self.native_head, self.boundary)
-        chosen = choose_penalties(problem, self.candidates)
-        return problem, solve_joint(problem, chosen), chosen
+        return problem, choose_penalties(problem, self.candidates)
 
     def fit(self, moments: CalibrationMoments, source: KVGeometry, target: KVGeometry) -> FittedMap:
-        """Solve, and make the full-rank form.
+        """Solve one output after the other, and make the full-rank form.
 
         Raises:
-            CalibrationError, UsageError: as `solve`.
+            CalibrationError, UsageError: as `problem`.
         """
-        problem, weight, chosen = self.solve(moments, source, target)
-        expand = problem.on_inputs(weight)
-        bias = problem.bias(weight, problem.outputs)
+        problem, chosen = self.problem(moments, source, target)
+        expand, bias, r2 = torch.empty(problem.input_width, problem.width), torch.empty(problem.width), {}
+        for span, weight in solve_joint(problem, chosen, problem.outputs):
+            columns = problem.columns[span]
+            expand[:, columns], bias[columns] = problem.on_inputs(weight), problem.bias(weight, span)
+            r2[span] = problem.r2(weight, span)
         form = SharedBasis(
             problem.inputs, joined(problem.outputs), None, expand, bias, target.kv_heads, target.head_dim
         )
-        return finished_map(problem, (form,), weight, chosen)
+        return finished_map(problem, (form,), r2, chosen)

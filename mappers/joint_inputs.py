@@ -1,4 +1,4 @@
-"""What a joint map reads and makes, and ridge over all of it with every penalty chosen on held-out moments.
+"""What a joint map reads and makes, as one regression on moments.
 
 Keys and values of all source layers are read together, beside what the target computes natively at a hand-off: with a
 native head of m layers the residual stream at the inputs of layers 0 and m, each divided by its root mean square, of
@@ -7,8 +7,9 @@ which the exact keys and values of those layers are linear functions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -17,14 +18,15 @@ from torch import Tensor
 
 from kvbridge.calibration import CalibrationMoments, MomentBlock, Moments, Sketch, joint_blocks
 from kvbridge.errors import CalibrationError, UsageError
-from kvbridge.forms import KINDS, Form
+from kvbridge.forms import KINDS
 from kvbridge.geometry import KVGeometry
-from kvbridge.mappers.base import FittedMap
-from kvbridge.mappers.regression import factor_gram, head_r2
+from kvbridge.mappers.regression import head_r2
 from kvbridge.variables import Span
 
 # Penalties are compared on so many coordinates of each layer and kind; all of them say the same at many times the cost.
 COMPARED = 16
+# Products of the features are put in their units so many rows at once.
+ROWS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +171,12 @@ class JointProblem:
     @cached_property
     def columns(self) -> dict[Span, slice]:
         """Where each output stands among all of them."""
+        return self.places(self.outputs)
+
+    def places(self, spans: Iterable[Span]) -> dict[Span, slice]:
+        """Where each of some outputs stands among these."""
         places, at = {}, 0
-        for span in self.outputs:
+        for span in spans:
             width = span.width(self.target)
             places[span] = slice(at, at + width)
             at += width
@@ -185,17 +191,36 @@ class JointProblem:
     @cached_property
     def correlation(self) -> Float[Tensor, "p p"]:
         """Products of the features on the correlation scale."""
-        return self.fit.gram(self.features) / self.spread[:, None] / self.spread
+        return self._products_of_features(self.fit, torch.float64)
 
     @cached_property
     def held_correlation(self) -> Float[Tensor, "p p"]:
         """Held-out products of the features in the units of `correlation`, in fp32."""
-        return (self.held_out.gram(self.features) / self.spread[:, None] / self.spread).float()
+        return self._products_of_features(self.held_out, torch.float32)
+
+    def _products_of_features(self, moments: Moments, dtype: torch.dtype) -> Float[Tensor, "p p"]:
+        """Products of the features in the units of `correlation`, with no second matrix of this size beside them."""
+        ends = list(itertools.accumulate(self.feature_widths.values()))
+        places = list(zip(self.features, [0, *ends], ends, strict=False))
+        out = torch.empty(ends[-1], ends[-1], dtype=dtype)
+        for (a, top, bottom), (b, left, right) in itertools.combinations_with_replacement(places, 2):
+            block, columns = moments.cross_products([a], [b]), slice(left, right)
+            for start in range(top, bottom, ROWS_AT_ONCE):
+                rows = slice(start, min(start + ROWS_AT_ONCE, bottom))
+                scaled = block[start - top : rows.stop - top] / self.spread[rows, None] / self.spread[columns]
+                out[rows, columns], out[columns, rows] = scaled, scaled.T
+        return out
 
     @property
     def width(self) -> int:
         """Numbers of all outputs together, `q`."""
         return next(reversed(self.columns.values())).stop
+
+    @property
+    def input_width(self) -> int:
+        """Numbers of all inputs together, `i`."""
+        sides = {"source": self.source, "target": self.target}
+        return sum(span.width(sides[span.role]) for span in self.inputs)
 
     def sample(self, span: Span) -> Int[Tensor, "n"]:
         """Coordinates of an output on which penalties are compared."""
@@ -205,7 +230,11 @@ class JointProblem:
     def products(self, moments: Moments, columns: dict[Span, Int[Tensor, "n"]]) -> Float[Tensor, "p q"]:
         """Products of the features, in the units of `correlation`, and some coordinates of outputs."""
         cross = torch.cat([moments.cross_products(self.features, [span])[:, at] for span, at in columns.items()], dim=1)
-        return cross / self.spread[:, None]
+        return cross.div_(self.spread[:, None])
+
+    def every(self, span: Span) -> dict[Span, Int[Tensor, "n"]]:
+        """All coordinates of an output."""
+        return {span: torch.arange(span.width(self.target))}
 
     def held_residual(self, weight: Float[Tensor, "p q"], columns: dict[Span, Int[Tensor, "n"]]) -> Float[Tensor, "q"]:
         """Held-out centred sum of squares that weights leave of some coordinates of outputs."""
@@ -214,75 +243,20 @@ class JointProblem:
         quadratic = (weight * (self.held_correlation @ weight.float())).sum(dim=0)
         return total - 2 * (weight * self.products(self.held_out, columns)).sum(dim=0) + quadratic
 
-    def bias(self, weight: Float[Tensor, "p q"], spans: Iterable[Span]) -> Float[Tensor, "q"]:
-        """Intercepts that belong to weights of some outputs."""
-        return (self.fit.means(spans) - (self.fit.means(self.features) / self.spread) @ weight.double()).float()
+    def bias(self, weight: Float[Tensor, "p q"], span: Span) -> Float[Tensor, "q"]:
+        """Intercepts that belong to the weights of an output."""
+        return (self.fit.means([span]) - (self.fit.means(self.features) / self.spread) @ weight.double()).float()
 
-    def r2(self, weight: Float[Tensor, "p q"]) -> dict[Span, list[float]]:
-        """Held-out R² of each head of each output (of a residual stream as a whole), intercepts included."""
-        bias, found = self.bias(weight, self.outputs).double(), {}
-        means = self.held_out.means(self.features) / self.spread
-        for span, columns in self.columns.items():
-            mine = weight[:, columns].double()
-            residual = self.held_residual(mine, {span: torch.arange(mine.shape[1])})
-            shift = self.held_out.means([span]) - means @ mine - bias[columns]
-            residual = residual + self.held_out.rows * shift.square()
-            head = self.target.head_dim if span.states in KINDS else mine.shape[1]
-            found[span] = head_r2(residual, self.held_out.squares([span]), head).tolist()
-        return found
+    def r2(self, weight: Float[Tensor, "p q"], span: Span) -> list[float]:
+        """Held-out R² of each head of an output (of a residual stream as a whole), its intercepts included.
 
-
-def _factors(
-    problem: JointProblem, penalty: Penalty, spans: Iterable[Span]
-) -> Iterator[tuple[list[Span], Float[Tensor, "p p"]]]:
-    """Outputs that are penalised alike, and the Cholesky factor that they share."""
-    left = {span: penalty.diagonal(problem, span) for span in spans}
-    while left:
-        diagonal = next(iter(left.values()))
-        alike = [span for span, each in left.items() if torch.equal(each, diagonal)]
-        yield alike, factor_gram(problem.correlation, diagonal, "correlation")
-        left = {span: each for span, each in left.items() if span not in alike}
-
-
-def choose_penalties(problem: JointProblem, penalties: list[Penalty]) -> dict[Span, Penalty]:
-    """For each output the penalty that leaves least of it on held-out moments; the first one without held-out rows."""
-    if len(penalties) == 1 or not problem.held_out.rows:
-        return dict.fromkeys(problem.outputs, penalties[0])
-    best: dict[Span, tuple[float, Penalty]] = {}
-    for penalty in penalties:
-        for spans, factor in _factors(problem, penalty, problem.outputs):
-            samples = {span: problem.sample(span) for span in spans}
-            right = problem.products(problem.fit, samples)
-            left = problem.held_residual(torch.cholesky_solve(right, factor), samples)
-            parts = left.split([len(sample) for sample in samples.values()])
-            for span, part in zip(spans, parts, strict=True):
-                found = float(part.sum()), penalty
-                best[span] = min(best.get(span, found), found, key=lambda each: each[0])
-    return {span: penalty for span, (_, penalty) in best.items()}
-
-
-def solve_joint(problem: JointProblem, chosen: dict[Span, Penalty]) -> Float[Tensor, "p q"]:
-    """Weights of all outputs in the units of `JointProblem.correlation`, each with its own penalty."""
-    columns = problem.columns
-    weight = torch.empty(len(problem.spread), problem.width, dtype=torch.float32)
-    for penalty in dict.fromkeys(chosen.values()):
-        mine = [span for span in problem.outputs if chosen[span] == penalty]
-        for spans, factor in _factors(problem, penalty, mine):
-            for span in spans:
-                every = {span: torch.arange(span.width(problem.target))}
-                weight[:, columns[span]] = torch.cholesky_solve(problem.products(problem.fit, every), factor).float()
-    return weight
-
-
-def finished_map(
-    problem: JointProblem, forms: tuple[Form, ...], weight: Float[Tensor, "p q"], chosen: dict[Span, Penalty]
-) -> FittedMap:
-    """Forms with the evidence for them, from the weights that they amount to and the penalties of these."""
-    layers = problem.target.layers
-    r2 = problem.r2(weight) if problem.held_out.rows else {}
-    heads = {kind: [r2.get(Span(f"target.{kind}", at, at + 1), []) for at in range(layers)] for kind in KINDS if r2}
-    made = {span.start for span in problem.outputs if span.states in KINDS}
-    selected = [list(range(problem.source.layers)) if at in made else [] for at in range(layers)]
-    rows_per_feature = problem.fit.rows / len(problem.spread)
-    penalties = {str(span): asdict(penalty) for span, penalty in chosen.items()}
-    return FittedMap(forms, dict.fromkeys(KINDS, selected), heads, rows_per_feature, penalties)
+        It is empty without held-out rows.
+        """
+        if not self.held_out.rows:
+            return []
+        mine, means = weight.double(), self.held_out.means(self.features) / self.spread
+        residual = self.held_residual(mine, self.every(span))
+        shift = self.held_out.means([span]) - means @ mine - self.bias(weight, span).double()
+        residual = residual + self.held_out.rows * shift.square()
+        head = self.target.head_dim if span.states in KINDS else len(shift)
+        return head_r2(residual, self.held_out.squares([span]), head).tolist()

@@ -45,7 +45,7 @@ def ridge_solve(
         system, right, spread = _equilibrated(gram, cross)
     else:
         system, right, spread = gram, cross, None
-    solved = torch.cholesky_solve(right, factor_gram(system, torch.full((len(system),), penalty), scale))
+    solved = solve_factored(factor_gram(system, torch.full((len(system),), penalty), scale), right)
     return solved if spread is None else solved / spread[:, None]
 
 
@@ -60,15 +60,22 @@ def factor_gram(gram: Float[Tensor, "p p"], penalty: Float[Tensor, "p"], scale: 
     Raises:
         CalibrationError: the system is singular.
     """
-    system = gram.clone()
-    system.diagonal().add_(penalty)
-    factor, failed = torch.linalg.cholesky_ex(system)
+    # Transposed it lies column by column, as LAPACK wants it, and the factor takes the system's own memory.
+    factor, failed = gram.clone(memory_format=torch.contiguous_format).T, torch.empty((), dtype=torch.int32)
+    factor.diagonal().add_(penalty)
+    torch.linalg.cholesky_ex(factor, out=(factor, failed))
     if int(failed):
         raise CalibrationError(
             f"the normal equations of {gram.shape[0]} features are singular at λ={float(penalty.min()):g} ({scale}); "
             "give more calibration tokens or a larger λ."
         )
     return factor
+
+
+def solve_factored(factor: Float[Tensor, "p p"], right: Float[Tensor, "p q"]) -> Float[Tensor, "p q"]:
+    """`(L Lᵀ)⁻¹ right`, without a copy of the factor `L`."""
+    half = torch.linalg.solve_triangular(factor, right, upper=False)
+    return torch.linalg.solve_triangular(factor.T, half, upper=True)
 
 
 def explained_squares(gram: Float[Tensor, "p p"], cross: Float[Tensor, "p q"]) -> Float[Tensor, "q"]:

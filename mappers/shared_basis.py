@@ -17,13 +17,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvbridge.calibration import ATTENTION, CalibrationMoments, MomentBlock
+from kvbridge.calibration.sizes import FitShape
 from kvbridge.errors import UsageError
 from kvbridge.forms import KINDS, SharedBasis
 from kvbridge.geometry import KVGeometry
 from kvbridge.mappers.base import FittedMap
 from kvbridge.mappers.error_units import METRICS, ErrorUnits, error_units
+from kvbridge.mappers.fit_memory import basis_bytes
 from kvbridge.mappers.joint import Joint
-from kvbridge.mappers.joint_inputs import JointProblem, finished_map, joined
+from kvbridge.mappers.joint_inputs import JointProblem, joined
+from kvbridge.mappers.joint_solve import finished_map, solve_joint
 from kvbridge.variables import Span
 
 ITERATIONS, OVERSAMPLED = 3, 32
@@ -95,6 +98,9 @@ class ReducedRank:
     def branch_width(self, source: KVGeometry, target: KVGeometry) -> int:
         return self.joint.branch_width(source, target)
 
+    def fit_bytes(self, shape: FitShape) -> int:
+        return basis_bytes(shape, self.rank + OVERSAMPLED, self.groups)
+
     def fit(self, moments: CalibrationMoments, source: KVGeometry, target: KVGeometry) -> FittedMap:
         """Solve the joint regression, then keep the directions that matter most.
 
@@ -103,19 +109,25 @@ class ReducedRank:
             UsageError: native head and boundary do not fit the target.
         """
         attention = moments.require_attention() if self._by_attention else None
-        problem, full, chosen = self.joint.solve(moments, source, target)
-        forms, weight = [], torch.empty_like(full)
+        problem, chosen = self.joint.problem(moments, source, target)
+        forms, r2 = [], {}
         for spans in self._grouped(problem):
-            columns = torch.cat([torch.arange(problem.width)[problem.columns[span]] for span in spans])
+            places = problem.places(spans)
+            full = torch.empty(len(problem.spread), places[spans[-1]].stop)
+            for span, weight in solve_joint(problem, chosen, spans):
+                full[:, places[span]] = weight
             units = error_units(problem, spans, self.metric, self.key_weight, attention)
-            reduce, expand = self._factor(problem, full[:, columns], spans, units)
-            weight[:, columns] = reduce @ expand
-            bias = problem.bias(weight[:, columns], spans)
+            reduce, expand = self._factor(problem, full, spans, units)
+            del full
+            bias = torch.empty(expand.shape[1])
+            for span, columns in places.items():
+                weight = reduce @ expand[:, columns]
+                bias[columns], r2[span] = problem.bias(weight, span), problem.r2(weight, span)
             scaled = problem.on_inputs(reduce)
             forms.append(
                 SharedBasis(problem.inputs, joined(spans), scaled, expand, bias, target.kv_heads, target.head_dim)
             )
-        return finished_map(problem, tuple(forms), weight, chosen)
+        return finished_map(problem, tuple(forms), r2, chosen)
 
     def _grouped(self, problem: JointProblem) -> list[list[Span]]:
         """Outputs of each group of neighbouring layers; a boundary's residual stream goes with the last one."""
@@ -131,8 +143,11 @@ class ReducedRank:
     def _factor(
         self, problem: JointProblem, weight: Float[Tensor, "p q"], spans: list[Span], units: ErrorUnits
     ) -> tuple[Float[Tensor, "p R"], Float[Tensor, "R q"]]:
-        """Basis and its expansion, with as many directions as explain most of the held-out moments."""
-        scaled = units.counted(weight)
+        """Basis and its expansion, with as many directions as explain most of the held-out moments.
+
+        The weights are overwritten, so that there is one matrix of their size.
+        """
+        scaled = units.count(weight)
         directions = principal_outputs(problem.correlation.float(), scaled, min(self.rank, *weight.shape))
         reduce = scaled @ directions
         kept = self._kept(problem, reduce, units.counted(directions.T).T, spans)
@@ -148,8 +163,9 @@ class ReducedRank:
         """How many leading directions explain most of the held-out moments; all of them without held-out rows."""
         if not problem.held_out.rows:
             return reduce.shape[1]
-        every = {span: torch.arange(span.width(problem.target)) for span in spans}
-        cross = problem.products(problem.held_out, every).float()
-        explained = 2 * (reduce * (cross @ directions)).sum(dim=0)
+        made = torch.zeros_like(reduce)
+        for span, columns in problem.places(spans).items():
+            made += problem.products(problem.held_out, problem.every(span)).float() @ directions[columns]
+        explained = 2 * (reduce * made).sum(dim=0)
         explained -= (reduce * (problem.held_correlation @ reduce)).sum(dim=0)
         return int(explained.cumsum(dim=0).argmax()) + 1

@@ -195,6 +195,8 @@ def test_sizes_need_no_model(flag: str, kvbridge: Run, tmp_path: Path) -> None:
         "shared basis of rank 512",
         "prefill of 4,096",
         "inputs of the map",
+        "peak memory: fit",
+        "sum and fit take more than planner.memory_gb=80; with calibration.stage=true calibration.memory_gb=16",
     ):
         assert line in ran.out
     assert left(tmp_path) == set()

@@ -139,8 +139,10 @@ def plan_command(config: DictConfig) -> None:
 
 def _show_sizes(settings: Settings) -> None:
     """Print how large calibration and map will be, from the two models' shapes alone."""
+    from kvbridge.calibration.advice import advice
     from kvbridge.calibration.shapes import model_shape
     from kvbridge.calibration.sizes import SizeSettings, calibration_sizes, sizes_table
+    from kvbridge.mappers.base import SizedMapper
 
     given = settings.calibration
     names = sorted({name for pair in settings.mapper.blocks() for name in pair if name.startswith("target.")})
@@ -161,7 +163,12 @@ def _show_sizes(settings: Settings) -> None:
         **more,
     )
     source, target = (model_shape(name) for name in located(settings.pair.source, settings.pair.target))
-    Console().print(sizes_table(calibration_sizes(source, target, planned)))
+    fit_bytes = settings.mapper.fit_bytes if isinstance(settings.mapper, SizedMapper) else None
+    sizes = calibration_sizes(source, target, planned, fit_bytes)
+    Console().print(sizes_table(sizes))
+    said = advice(sizes, settings.planner.memory_gb, fit_bytes)
+    if said is not None:
+        print(said)
 
 
 def _show(settings: Settings, bridge: Bridge) -> None:
