@@ -105,7 +105,7 @@ def test_a_large_pair_fits_on_one_gpu_with_one_model_a_sketch_and_passes() -> No
     assert said is not None
     assert said.startswith(
         "sum and fit take more than planner.memory_gb=80; with calibration.stage=true calibration.memory_gb=16 "
-        "calibration.sketch=512 all stages fit: stage source"
+        "calibration.sketch=256 all stages fit: stage source"
     )
     assert advice(unsketched, 5, mapper.fit_bytes) == (
         "stage source and stage target and sum and fit take more than planner.memory_gb=5: a model alone does; read it "
