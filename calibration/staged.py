@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from jaxtyping import Float
 from safetensors import SafetensorError
 from torch import Tensor
@@ -26,6 +24,7 @@ from kvbridge.calibration.staging import StagedStates, stage_model
 from kvbridge.calibration.sums import FIRST_POSITIONS, Summation, Wanted
 from kvbridge.calibration.tensorfile import TensorFile, damaged, write_tensors
 from kvbridge.fingerprint import digest
+from kvbridge.model import let_go
 from kvbridge.pair import ROLES, Pair
 from kvbridge.variables import Span
 
@@ -61,12 +60,12 @@ class StagedPair:
 
     def stage(self, pair: Pair, numbers: list[int], residuals: tuple[int, ...], batch: int) -> None:
         """Stage what is missing, one model after the other."""
-        _let_go()
+        let_go()
         stage_model(pair, self.drawn, numbers, self.source, (), batch)
-        _let_go()
+        let_go()
         partners = sorted(self.drawn.partners(numbers, self.pairing))
         stage_model(pair, self.drawn, partners, self.target, residuals, batch)
-        _let_go()
+        let_go()
 
     def remove(self) -> None:
         folder = self.source.folder.parent
@@ -75,12 +74,6 @@ class StagedPair:
         # A folder of the user's own may hold other things.
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
-
-
-def _let_go() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def staging_folder(config: CalibrationConfig, path: Path) -> Path:

@@ -26,7 +26,7 @@ from kvbridge.fingerprint import digest
 from kvbridge.forms import branches_of
 from kvbridge.layout import BridgeMap, exact_tensors, pack, unpack
 from kvbridge.novelty import PREFIX, Novelty, read_novelty
-from kvbridge.pair import ModelPair
+from kvbridge.pair import Pair, require_identity
 from kvbridge.storage import pack_weights, storage_dtype
 from kvbridge.structure import require_measured
 
@@ -62,7 +62,7 @@ class Bridge:
 
     Attributes:
         maps: by name.
-        identity: the pair's fingerprints, as `ModelPair.identity` gives them.
+        identity: the pair's fingerprints, as `pair_identity` gives them.
         pair: description of both models.
         calibration: what the moments were collected from.
         points: what maps under plans were measured to cost and to reach, one JSON object each: `map`, `plan`, `share`
@@ -116,13 +116,13 @@ class Bridge:
             hasher.update(tensor.contiguous().cpu().view(torch.uint8).numpy().tobytes())
         return hasher.hexdigest()[:16]
 
-    def require_pair(self, pair: ModelPair) -> None:
+    def require_pair(self, pair: Pair) -> None:
         """Refuse a pair that this bridge was not made for.
 
         Raises:
             PairMismatchError: naming both fingerprints.
         """
-        pair.require(self.identity, "this bridge")
+        require_identity(pair, self.identity, "this bridge")
 
     def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype | str = torch.float32) -> None:
         """Write the bridge folder, atomically.
@@ -179,9 +179,7 @@ class Bridge:
             rewrite_config(place, {"points": self.points, "gates": self.gates})
 
     @classmethod
-    def from_pretrained(
-        cls, location: str | Path, *, pair: ModelPair | None = None, revision: str | None = None
-    ) -> Bridge:
+    def from_pretrained(cls, location: str | Path, *, pair: Pair | None = None, revision: str | None = None) -> Bridge:
         """Load a bridge from a folder or a hub id.
 
         Args:

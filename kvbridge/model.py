@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,13 @@ from kvbridge.fingerprint import fingerprint_model
 from kvbridge.geometry import KVGeometry, read_geometry
 from kvbridge.rotary import RotaryCodec, read_rotary
 from kvbridge.states import CachedStates, ContentStates, cached_states, content_states
+
+
+def let_go() -> None:
+    """Free the memory of models that nobody holds any longer."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True, slots=True)

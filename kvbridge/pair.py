@@ -22,15 +22,17 @@ from kvbridge.checkpoint import (
 from kvbridge.errors import PairMismatchError, UsageError
 from kvbridge.fingerprint import fingerprint_tokenizer
 from kvbridge.geometry import KVGeometry
-from kvbridge.model import KVModel
-from kvbridge.pair_identity import ROLES, Pair, pair_identity, require_identity, require_length
+from kvbridge.model import KVModel, let_go
+from kvbridge.pair_identity import ROLES, ModelRecord, Pair, pair_identity, require_identity, require_length
 
 __all__ = [
     "EMBEDDED",
     "ROLES",
     "ModelPair",
+    "ModelRecord",
     "Pair",
     "PairLoader",
+    "describe_pair",
     "load_pair",
     "open_pair",
     "pair_identity",
@@ -56,6 +58,11 @@ class ModelPair:
     target: KVModel
     tokenizer: PreTrainedTokenizerBase
     tokenizer_fingerprint: str
+
+    @classmethod
+    def of(cls, pair: Pair) -> ModelPair:
+        """The two models of a pair at once, loaded where they are not yet."""
+        return cls(pair.load("source"), pair.load("target"), pair.tokenizer, pair.tokenizer_fingerprint)
 
     @property
     def max_positions(self) -> int:
@@ -84,22 +91,12 @@ class ModelPair:
     def dtype(self, role: str) -> torch.dtype:
         return self.load(role).dtype
 
-    def fingerprint(self, role: str) -> str:
-        return self.load(role).fingerprint
+    def record(self, role: str) -> ModelRecord:
+        return ModelRecord.of(self.load(role))
 
     def describe(self) -> dict[str, Any]:
         """What results and artifacts record of the pair."""
-        described: dict[str, Any] = {"tokenizer": {"fingerprint": self.tokenizer_fingerprint}}
-        for role, model in (("source", self.source), ("target", self.target)):
-            described[role] = {
-                "name": shown_name(model.name),
-                "revision": model.revision,
-                "fingerprint": model.fingerprint,
-                "dtype": str(model.dtype).removeprefix("torch."),
-                "geometry": model.geometry.to_dict(),
-                "interleaved_rotary": model.rotary.interleaved,
-            }
-        return described
+        return describe_pair(self)
 
     def require(self, identity: dict[str, str], what: str) -> None:
         """Refuse something that was made for another pair.
@@ -108,6 +105,22 @@ class ModelPair:
             PairMismatchError: naming both fingerprints of each part that differs.
         """
         require_identity(self, identity, what)
+
+
+def describe_pair(pair: Pair) -> dict[str, Any]:
+    """What results and artifacts record of a pair."""
+    described: dict[str, Any] = {"tokenizer": {"fingerprint": pair.tokenizer_fingerprint}}
+    for role in ROLES:
+        record = pair.record(role)
+        described[role] = {
+            "name": shown_name(record.name),
+            "revision": record.revision,
+            "fingerprint": record.fingerprint,
+            "dtype": str(record.dtype).removeprefix("torch."),
+            "geometry": record.geometry.to_dict(),
+            "interleaved_rotary": record.interleaved_rotary,
+        }
+    return described
 
 
 def shown_name(name: str) -> str:
@@ -154,7 +167,7 @@ class PairLoader:
     trust_remote_code: bool
     tokenizer: PreTrainedTokenizerBase
     tokenizer_fingerprint: str
-    _fingerprints: dict[str, str] = field(default_factory=dict)
+    _records: dict[str, ModelRecord] = field(default_factory=dict)
     _geometries: dict[str, KVGeometry] = field(default_factory=dict)
 
     def load(self, role: str) -> KVModel:
@@ -167,7 +180,7 @@ class PairLoader:
         model = load_model(
             self.locations[role], self.revisions[role], DTYPES[self.dtype_name], self.device, self.trust_remote_code
         )
-        self._fingerprints[role], self._geometries[role] = model.fingerprint, model.geometry
+        self._records[role], self._geometries[role] = ModelRecord.of(model), model.geometry
         return model
 
     def geometry(self, role: str) -> KVGeometry:
@@ -180,15 +193,12 @@ class PairLoader:
     def dtype(self, role: str) -> torch.dtype:
         return DTYPES[self.dtype_name]
 
-    def fingerprint(self, role: str) -> str:
-        """Digest of a model's weights; it is loaded for that where it was not yet."""
-        if role not in self._fingerprints:
+    def record(self, role: str) -> ModelRecord:
+        """What stays known of a model; it is loaded for that where it was not yet, and let go."""
+        if role not in self._records:
             self.load(role)
-        return self._fingerprints[role]
-
-    def both(self) -> ModelPair:
-        """Load the two models."""
-        return ModelPair(self.load("source"), self.load("target"), self.tokenizer, self.tokenizer_fingerprint)
+            let_go()
+        return self._records[role]
 
 
 def open_pair(
@@ -261,7 +271,7 @@ def load_pair(
         PairMismatchError: the two models have different tokenizers.
         UnsupportedModelError: a model's cache cannot be carried.
     """
-    return open_pair(
+    opened = open_pair(
         source,
         target,
         source_revision=source_revision,
@@ -269,4 +279,5 @@ def load_pair(
         dtype=dtype,
         device=device,
         trust_remote_code=trust_remote_code,
-    ).both()
+    )
+    return ModelPair.of(opened)

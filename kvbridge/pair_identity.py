@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -9,10 +10,46 @@ from transformers import PreTrainedTokenizerBase
 
 from kvbridge.errors import PairMismatchError, UsageError
 from kvbridge.fingerprint import digest
+from kvbridge.flops import ModelCost
 from kvbridge.geometry import KVGeometry
 from kvbridge.model import KVModel
 
 ROLES = ("source", "target")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRecord:
+    """What stays known of a loaded model when it is let go.
+
+    Attributes:
+        name: folder or hub id it came from.
+        revision: hub revision, where there is one.
+        fingerprint: digest of its weights.
+        dtype: what it computes in.
+        geometry: shape of its KV cache.
+        interleaved_rotary: whether rotary pairs are neighbours, as in GPT-J, and not halves of a head.
+        cost: its operation counts.
+    """
+
+    name: str
+    revision: str | None
+    fingerprint: str
+    dtype: torch.dtype
+    geometry: KVGeometry
+    interleaved_rotary: bool
+    cost: ModelCost
+
+    @classmethod
+    def of(cls, model: KVModel) -> ModelRecord:
+        return cls(
+            model.name,
+            model.revision,
+            model.fingerprint,
+            model.dtype,
+            model.geometry,
+            model.rotary.interleaved,
+            ModelCost.of(model),
+        )
 
 
 @runtime_checkable
@@ -33,8 +70,8 @@ class Pair(Protocol):
         """What a model computes in."""
         ...
 
-    def fingerprint(self, role: str) -> str:
-        """Digest of a model's weights."""
+    def record(self, role: str) -> ModelRecord:
+        """What stays known of a model."""
         ...
 
     def load(self, role: str) -> KVModel:
@@ -48,7 +85,7 @@ def pair_identity(pair: Pair) -> dict[str, str]:
         name: value
         for role in ROLES
         for name, value in (
-            (role, pair.fingerprint(role)),
+            (role, pair.record(role).fingerprint),
             (f"{role} geometry", digest(pair.geometry(role).to_dict())),
         )
     }

@@ -19,6 +19,7 @@ from kvbridge.cli.settings import Settings, register
 from kvbridge.forms import Form, ResidualBranch
 from kvbridge.mappers import FittedMap
 from kvbridge.mappers.residual_config import ResidualConfig
+from kvbridge.pair import ModelPair
 from kvbridge.variables import Span
 from tiny_branch import JOINT, make_basis, make_branch, pair
 
@@ -77,11 +78,21 @@ def test_a_fit_adds_the_branch_that_was_trained(
     assert bridge.map().mapper["seed"] == 3
     assert bridge.map().mapper["residual"].items() >= {"kind": kind, "rank": 3, "loss": "kl"}.items()
     source, forms, moments, calibration, residual, folder, plan = given
-    assert source is pair()
+    assert source == pair()
     assert [form.name for form in forms] == ["shared_basis"]
     assert moments is NO_MOMENTS
     assert (calibration, residual, plan) == (settings.calibration, config, settings.plan)
     assert folder == settings.out / "residual"
+
+
+def test_both_models_are_asked_for_when_the_training_begins(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both, solve, steps = ModelPair.of, Fixed.fit, []
+    monkeypatch.setattr(ModelPair, "of", lambda known: steps.append("both") or both(known))
+    monkeypatch.setattr(Fixed, "fit", lambda *given: steps.append("solve") or solve(*given))
+    fitted(replace(settings, residual=ResidualConfig("gelu")), None, monkeypatch)
+    assert steps == ["solve", "both"]
 
 
 def test_a_training_that_helps_nothing_leaves_the_map_alone(

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from kvbridge.errors import KVBridgeError
 from kvbridge.eval import results as results_module
 from kvbridge.eval.fidelity import METRICS
 from kvbridge.eval.gate import GateReport
+from kvbridge.mappers import Ridge
+from kvbridge.model import KVModel
+from kvbridge.pair import PairLoader
 from kvbridge.plan import HandoffPlan
 from tiny_pair import tiny_pair
 
@@ -257,6 +261,39 @@ def test_calibrate_and_fit_make_the_bridge_of_a_run(kvbridge: Run, finished: tup
     assert kvbridge("fit", "out=parts").code == 0
     fitted, original = (Bridge.from_pretrained(at / "bridge") for at in (tmp_path / "parts", finished[0]))
     assert fitted.fingerprint() == original.fingerprint()
+
+
+def test_a_fit_holds_one_model_at_a_time_and_none_while_it_solves(
+    kvbridge: Run, finished: tuple[Path, Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, solve = PairLoader.load, Ridge.fit
+    models: dict[str, weakref.ref[Any]] = {}
+    steps: list[tuple[str, list[str]]] = []
+
+    def take(step: str) -> None:
+        steps.append((step, [role for role, model in models.items() if model() is not None]))
+
+    def watched_load(self: PairLoader, role: str) -> KVModel:
+        take(role)
+        model = load(self, role)
+        models[role] = weakref.ref(model.model)
+        return model
+
+    def watched_solve(*given: Any) -> Any:
+        take("solve")
+        return solve(*given)
+
+    monkeypatch.setattr(PairLoader, "load", watched_load)
+    monkeypatch.setattr(Ridge, "fit", watched_solve)
+    ran = kvbridge("fit", f"moments={finished[0]}/calibration", "out=alone")
+    assert (ran.code, ran.errors) == (0, [])
+    assert steps == [("target", []), ("source", []), ("solve", [])]
+    # The run held both models while it solved.
+    alone, beside = (
+        {name: (place / name).read_bytes() for name in left(place)}
+        for place in (tmp_path / "alone/bridge", finished[0] / "bridge")
+    )
+    assert alone == beside
 
 
 def test_a_second_run_in_the_same_folder_reuses_the_moments(

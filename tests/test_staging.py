@@ -18,7 +18,7 @@ from kvbridge.calibration.passes import plan_passes
 from kvbridge.calibration.staging import StagedStates, stored_dtypes, token_bytes
 from kvbridge.errors import CalibrationError, UsageError
 from kvbridge.model import KVModel
-from kvbridge.pair import ModelPair, PairLoader, open_pair
+from kvbridge.pair import ModelPair, PairLoader, describe_pair, load_pair, open_pair
 from tiny_models import kv_model
 from tiny_pair import save_pair, tiny_pair, write_corpus
 
@@ -275,18 +275,20 @@ def test_half_precision_states_are_staged_in_sixteen_bits(tmp_path: Path) -> Non
 
 
 def test_loaded_and_unloaded_pairs_are_known_by_the_same(pair: ModelPair, tmp_path: Path) -> None:
-    loader = open_pair(*map(str, save_pair(pair, tmp_path)), dtype="float32", device="cpu")
+    folders = [str(folder) for folder in save_pair(pair, tmp_path)]
+    loader, loaded = (make(*folders, dtype="float32", device="cpu") for make in (open_pair, load_pair))
     assert {role: loader.geometry(role) for role in ("source", "target")} == {
         role: getattr(pair, role).geometry for role in ("source", "target")
     }
-    assert loader.fingerprint("target") == pair.target.fingerprint
+    assert describe_pair(loader) == loaded.describe()
+    assert loader.record("target") == loaded.record("target")
     assert dataclasses.asdict(loader)["locations"]["source"].endswith("source")
 
 
 def test_the_command_stages_with_one_model_at_a_time(
     kvbridge: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PairLoader, "both", None)
+    monkeypatch.setattr(ModelPair, "of", None)
     staged = ("calibration.stage=true", "calibration.memory_gb=1", "calibration.keep_staged=true")
     ran = kvbridge("calibrate", *staged, "out=a")
     assert ran.code == 0, ran.errors

@@ -180,15 +180,13 @@ def fit_command(config: DictConfig) -> None:
     if (settings.out / "results.json").exists() and (not held or (settings.map or settings.mapper.name) in held):
         added = f", or map=NAME to add one to {', '.join(held)}" if held else ""
         raise UsageError(f"{settings.out} holds the results of an earlier bridge; give another out={added}.")
-    stored = settings.moments is None and settings.moments_store is not None
-    pair = settings.pair.load() if stored else None
-    folder = _moments_folder(settings, pair) if pair else settings.calibration_folder
-    if not (folder / MOMENTS).is_file():
-        raise UsageError(f"{folder / MOMENTS}: no moments there; run `kvbridge calibrate` first, or give moments=DIR.")
-    pair = pair or settings.pair.load()
-    check_cost(settings, pair)
     if not (settings.residual.wanted or process_state().is_main_process):
         return
+    pair = settings.pair.open()
+    folder = _moments_folder(settings, pair)
+    if not (folder / MOMENTS).is_file():
+        raise UsageError(f"{folder / MOMENTS}: no moments there; run `kvbridge calibrate` first, or give moments=DIR.")
+    check_cost(settings, pair)
     reused = dataclasses.replace(settings, moments=folder)
     bridge = fit_map(reused, pair, _calibrate(reused, pair, folder))
     if process_state().is_main_process:

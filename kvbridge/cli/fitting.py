@@ -16,14 +16,14 @@ from kvbridge.fingerprint import digest
 from kvbridge.folding import fold_if_not_dearer
 from kvbridge.forms import Form
 from kvbridge.layout import BridgeMap
-from kvbridge.pair import ModelPair
+from kvbridge.pair import ModelPair, Pair, describe_pair, pair_identity
 from kvbridge.processes import process_state
 
 
-def fit_map(settings: Settings, pair: ModelPair, moments: Any) -> Bridge:
+def fit_map(settings: Settings, pair: Pair, moments: Any) -> Bridge:
     """Fit the settings' map and store it in the bridge of `out`, beside the maps that are there.
 
-    Processes share the training of a branch, and the first one writes.
+    Only the training of a branch needs the two models; processes share it, and the first one writes.
 
     Returns:
         The bridge as it was stored, since that is what is scored.
@@ -37,8 +37,10 @@ def fit_map(settings: Settings, pair: ModelPair, moments: Any) -> Bridge:
     former = Bridge.from_pretrained(folder) if (folder / CONFIG).is_file() else None
     if former is not None and former.maps.keys() <= {name}:
         former = None
-    sides = pair.source.geometry, pair.target.geometry
-    empty = Bridge({}, pair.identity(), pair.describe(), _calibration(moments), novelty=fit_novelty(moments, *sides))
+    sides = pair.geometry("source"), pair.geometry("target")
+    empty = Bridge(
+        {}, pair_identity(pair), describe_pair(pair), _calibration(moments), novelty=fit_novelty(moments, *sides)
+    )
     if former is not None:
         _require_same(former, empty, folder)
     fitted = settings.mapper.fit(moments, *sides)
@@ -73,16 +75,16 @@ def _wait(settings: Settings) -> None:
         process_state().wait_for_everyone()
 
 
-def _with_branch(settings: Settings, pair: ModelPair, forms: tuple[Form, ...], moments: Any) -> tuple[Form, ...]:
+def _with_branch(settings: Settings, pair: Pair, forms: tuple[Form, ...], moments: Any) -> tuple[Form, ...]:
     """A fitted map with the branch that the settings ask for, folded into it where that costs nothing."""
     from kvbridge.mappers.residual import train_residual
 
     plan, folder = provisional(settings), settings.out / RESIDUAL
-    trained = train_residual(pair, forms, moments, settings.calibration, settings.residual, folder, plan)
+    trained = train_residual(ModelPair.of(pair), forms, moments, settings.calibration, settings.residual, folder, plan)
     if trained is None:
         print("residual: training found nothing that beats the map alone; no branch is added")
         return forms
-    return fold_if_not_dearer(trained, pair.source.geometry, pair.target.geometry)
+    return fold_if_not_dearer(trained, pair.geometry("source"), pair.geometry("target"))
 
 
 def _calibration(moments: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from kvbridge.bridge import Bridge
 from kvbridge.cli.settings import Settings
 from kvbridge.errors import PlanError, UsageError
 from kvbridge.flops import ModelCost
-from kvbridge.pair import ModelPair, located
+from kvbridge.pair import ModelPair, Pair, located
 from kvbridge.plan import HandoffPlan
 from kvbridge.planner import choose, points_at, require_saving
 from kvbridge.processes import alone, process_state
@@ -53,7 +53,7 @@ def provisional(settings: Settings) -> HandoffPlan:
     return HandoffPlan(sinks=settings.plan.sinks, native_tail=max(settings.planner.native_tail))
 
 
-def check_cost(settings: Settings, pair: ModelPair) -> None:
+def check_cost(settings: Settings, pair: Pair) -> None:
     """Refuse, before anything is collected or solved, a mapper whose map would cost as much as it saves.
 
     Raises:
@@ -62,10 +62,10 @@ def check_cost(settings: Settings, pair: ModelPair) -> None:
     from kvbridge.mappers.base import CostedMapper, Unfitted
 
     if isinstance(settings.mapper, CostedMapper):
-        expected = Unfitted(settings.mapper, pair.source.geometry, pair.target.geometry, settings.residual)
+        expected = Unfitted(settings.mapper, pair.geometry("source"), pair.geometry("target"), settings.residual)
         name = f"the map of mapper={settings.plain['mapper']['name']}"
         name += " with its residual branch" if settings.residual.wanted else ""
-        cost, dearest = ModelCost.of(pair.target), settings.planner.dearest
+        cost, dearest = pair.record("target").cost, settings.planner.dearest
         require_saving(name, expected, provisional(settings), cost, settings.eval.prompt, dearest)
 
 

@@ -48,7 +48,7 @@ class PairConfig:
         Raises:
             UsageError: a model is not named, or what `load_pair` raises.
         """
-        return self.open().both()
+        return ModelPair.of(self.open())
 
     def open(self) -> PairLoader:
         """Check the pair, and leave its models to be loaded one at a time.

@@ -107,7 +107,7 @@ class ReadingStore:
 
     def place(self, tokens: Int[Tensor, "T"]) -> Path:
         """The file of one document."""
-        pair = {role: [self.pair.fingerprint(role), str(self.pair.dtype(role))] for role in ("source", "target")}
+        pair = {role: [self.pair.load(role).fingerprint, str(self.pair.dtype(role))] for role in ("source", "target")}
         described = digest([pair, list(self.streams), self.queries, self.sinks])
         return self.folder / described / f"{hashlib.sha256(tokens.numpy().tobytes()).hexdigest()[:32]}.safetensors"
 
