@@ -10,7 +10,7 @@ from kvbridge.errors import UsageError
 
 # Fewer make a joint fit worth little.
 ROWS_PER_FEATURE = 10
-SKETCHES = (None, 1024, 512, 256, 128, 64, 32)
+SKETCHES = (1024, 512, 256, 128, 64, 32)
 # Of all memory, for the sums of one pass: rows and products want some beside them, and more passes read the disk again.
 SUMMED = 0.2
 
@@ -43,11 +43,10 @@ def advice(sizes: CalibrationSizes, memory_gb: float | int, fit_bytes: Callable[
 def _others(
     sizes: CalibrationSizes, memory_gb: float | int, fit_bytes: Callable[[FitShape], int] | None
 ) -> list[CalibrationSizes]:
-    """Sizes in passes with no sketch, and with ever smaller ones."""
-    found = []
-    for sketch in SKETCHES:
-        if sizes.settings.sketch and (sketch is None or sketch > sizes.settings.sketch):
-            continue
+    """Sizes in passes with the sketch that is planned, and with ever smaller ones."""
+    planned, found = sizes.settings.sketch, []
+    smaller = [sketch for sketch in SKETCHES if planned is None or sketch < planned]
+    for sketch in (planned, *smaller):
         settings = replace(sizes.settings, sketch=sketch, memory_gb=round(SUMMED * memory_gb, 3))
         try:
             found.append(calibration_sizes(sizes.source, sizes.target, settings, fit_bytes))

@@ -14,6 +14,7 @@ from kvbridge import compat
 from kvbridge.attention import output_projections, queried_backbone
 from kvbridge.calibration.attention import AttentionMetric
 from kvbridge.calibration.blocks import SPLITS, BlockSet
+from kvbridge.calibration.config import require_same
 from kvbridge.calibration.request import Request
 from kvbridge.calibration.sums import FIRST_POSITIONS
 from kvbridge.calibration.tensorfile import TensorFile, damaged, write_tensors
@@ -38,7 +39,7 @@ def find_metric(request: Request, drawn: BlockSet, path: Path) -> AttentionMetri
     Every shard measures it on the same blocks, so that all have the same one.
 
     Raises:
-        CalibrationError: the file that a killed run left is damaged.
+        CalibrationError: the file that a killed run left is damaged, or of other settings.
         UnsupportedModelError: the target's attention does not show what is needed.
     """
     if not request.attention:
@@ -48,9 +49,12 @@ def find_metric(request: Request, drawn: BlockSet, path: Path) -> AttentionMetri
         fit = [number for number in range(len(drawn)) if drawn.split[number] == SPLITS.index("fit")]
         read, size = fit[: max(1, READ_TOKENS // drawn.tokens.shape[1])], request.config.batch
         batches = [drawn.batch(read[at : at + size]) for at in range(0, len(read), size)]
-        write_tensors(kept, measure_attention(request.pair.load("target"), batches).tensors(), {})
+        metric = measure_attention(request.pair.load("target"), batches)
+        write_tensors(kept, metric.tensors(), {"identity": request.identity})
     try:
-        metric = AttentionMetric.stored(TensorFile(kept))
+        file = TensorFile(kept)
+        require_same(file.described("identity"), request.identity, kept)
+        metric = AttentionMetric.stored(file)
     except (SafetensorError, ValueError) as error:
         raise damaged(kept, error) from error
     if metric is None:

@@ -120,6 +120,7 @@ def model_shape(name: str) -> ModelShape:
     known = KNOWN.get(name.lower().rpartition("/")[2].removesuffix("-instruct"))
     if known is not None and not Path(name).exists():
         return known
-    if not (Path(name).expanduser() / "config.json").is_file():
+    folder = Path(name).expanduser()
+    if not (folder / "config.json").is_file():
         raise UsageError(f"{name} is neither a folder with config.json nor one of {', '.join(KNOWN)}.")
-    return ModelShape.of_config(load_config(str(Path(name).expanduser())), shown_name(name))
+    return ModelShape.of_config(load_config(str(folder)), shown_name(str(folder)))

@@ -145,10 +145,10 @@ def _passes(
     rows = rows_per_product(sum(wide.values()))
     passes = plan_passes(blocks, wide, layers, settings.sets, settings.memory_gb)
     held = [widths(pass_variables(part, passes, layers)) for part in passes]
-    return len(passes), max(_summing_bytes(*each, rows, settings.sets) for each in zip(passes, held, strict=True))
+    return len(passes), max(summing_bytes(*each, rows, settings.sets) for each in zip(passes, held, strict=True))
 
 
-def _summing_bytes(blocks: frozenset[MomentBlock], widths: dict[str, int], rows: int, sets: int) -> int:
+def summing_bytes(blocks: frozenset[MomentBlock], widths: dict[str, int], rows: int, sets: int) -> int:
     """Sums, the largest product that is added to them, and rows: waiting, joined and centred, of one variable in fp64.
 
     Args:

@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 from kvbridge.calibration.blocks import BlockSet
 from kvbridge.calibration.rows import cache_names, read_states, residual_name
 from kvbridge.calibration.tensorfile import TensorFile, damaged, write_tensors
-from kvbridge.disk import amount, free_bytes, replacing
+from kvbridge.disk import amount, free_bytes, write_whole
 from kvbridge.errors import CalibrationError
 from kvbridge.model import KVModel
 from kvbridge.pair import Pair
@@ -88,8 +88,7 @@ class StagedStates:
                     "the same settings, another calibration.stage folder, or delete it."
                 )
             return
-        with replacing(self.manifest) as partial:
-            partial.write_text(json.dumps(described, indent=1) + "\n")
+        write_whole(self.manifest, json.dumps(described, indent=1) + "\n")
 
     def residuals(self) -> tuple[int, ...]:
         """Layers whose residual stream every block holds."""

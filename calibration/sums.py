@@ -122,4 +122,6 @@ class Summation:
     def _resume(self) -> CalibrationMoments:
         if not self.checkpoint.exists():
             return self.wanted.zeros()
-        return load_same(self.checkpoint, self.wanted.identity).clone()
+        moments = load_same(self.checkpoint, self.wanted.identity).clone()
+        moments.attention = self.wanted.attention
+        return moments

@@ -10,9 +10,9 @@ from typing import Any
 
 from kvbridge.cascade.policies import Above, Always, Never, Policy
 from kvbridge.cascade.scores import SCORES, Score
+from kvbridge.disk import write_whole
 from kvbridge.errors import UsageError
 from kvbridge.pair import ModelPair
-from kvbridge.textfile import write_whole
 
 FORMAT = "kvbridge-policy"
 VERSION = 1

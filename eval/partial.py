@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+from kvbridge.disk import write_whole
 from kvbridge.errors import UsageError
-from kvbridge.textfile import write_whole
 
 
 def _record(line: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jinja2
 
+from kvbridge.disk import write_whole
 from kvbridge.dotted import flatten, trains_branch
 from kvbridge.errors import UsageError
 from kvbridge.eval import figures, probe_figures
@@ -19,7 +20,6 @@ from kvbridge.eval.fidelity import METRIC_NAMES
 from kvbridge.eval.results import SCHEMA
 from kvbridge.eval.verdict import percent, seconds, verdict
 from kvbridge.pair import EMBEDDED
-from kvbridge.textfile import write_whole
 
 # What every reader of results relies on; whatever else is wrong is found while a page is written.
 PLACES = (

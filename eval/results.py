@@ -37,6 +37,7 @@ from typing import Any
 import torch
 
 from kvbridge.bridge import Bridge
+from kvbridge.disk import write_whole
 from kvbridge.eval.arms import equal_cost_tail
 from kvbridge.eval.config import EvalConfig
 from kvbridge.eval.fidelity import METRICS
@@ -45,7 +46,6 @@ from kvbridge.flops import ModelCost, handoff_flops
 from kvbridge.kernels import FormMap
 from kvbridge.pair import ModelPair
 from kvbridge.plan import HandoffPlan
-from kvbridge.textfile import write_whole
 
 SCHEMA = 1
 PACKAGES = ("kvbridge", "torch", "transformers", "accelerate", "safetensors", "datasets", "numpy")

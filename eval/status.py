@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from kvbridge import __version__
+from kvbridge.disk import write_whole
 from kvbridge.dotted import flatten, trains_branch
 from kvbridge.errors import KVBridgeError, UsageError
 from kvbridge.eval.report import load_results, write_report
-from kvbridge.textfile import write_whole
 
 STATUS = "status.json"
 # Settings that change neither what is computed nor its outcome.
@@ -24,6 +24,7 @@ INDIFFERENT = (
     *("out", "moments_store", "logger", "experiment", "bench", "gate"),
     *(f"mapper.residual.{name}" for name in ("checkpoint_seconds", "keep_readings")),
     *(f"calibration.{name}" for name in ("checkpoint_seconds", "shard", "keep_staged", "memory_gb")),
+    "planner.memory_gb",
 )
 
 

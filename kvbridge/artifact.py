@@ -252,8 +252,8 @@ def rewrite_config(folder: Path, changed: dict[str, Any]) -> None:
 
 
 def _write_contents(folder: Path, contents: dict[str, bytes]) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
     with writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
         _write_and_replace(folder, contents)
 
 

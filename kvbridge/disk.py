@@ -53,12 +53,22 @@ def replacing(path: Path) -> Iterator[Path]:
     Raises:
         UsageError: the disk is full, or refuses to be written to.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
             yield partial
             os.replace(partial, path)
     finally:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file in one step, with its folder where that is missing; several processes may write it at once.
+
+    Raises:
+        UsageError: the disk is full, or refuses to be written to.
+    """
+    with replacing(path) as partial:
+        partial.write_text(text)

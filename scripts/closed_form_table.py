@@ -190,6 +190,7 @@ def main() -> None:
         "pair": pair.identity(),
         "corpus": corpus.fingerprint,
         "rollout": options.rollout,
+        "timed": True,
         "plans": {row: [name, plan.to_dict()] for row, (name, plan) in rows.items()},
     }
     identity |= {name: bridge.fingerprint() for name, bridge in bridges.items()}

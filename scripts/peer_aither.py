@@ -187,7 +187,8 @@ def score_caches(options: argparse.Namespace) -> None:
     lengths = {"tokens": BLOCK, "prompt": PROMPT, "rollout": options.rollout}
     config = EvalConfig(documents=len(documents), **lengths, samples=0)
     arms = build_arms(pair, out, ks, documents)
-    identity = texts["settings"] | {"fits": fits, "rollout": options.rollout}
+    rollout = {} if options.rollout == EvalConfig.rollout else {"rollout": options.rollout}
+    identity = texts["settings"] | {"fits": fits} | rollout
     records = evaluate(pair, arms, documents, config, partial=out / "documents.jsonl", identity=identity)
     summary, shares = summarise_arms(records, config), cost_shares(pair, ks)
     packs = "".join(describe_pack(out, fit, summary) for fit in fits)

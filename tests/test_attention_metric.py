@@ -158,6 +158,39 @@ def test_a_resumed_run_does_not_measure_again(
     assert same_metric(collect(pair, settings_of(corpus), tmp_path).attention, moments.attention)
 
 
+def test_a_run_that_goes_on_from_a_checkpoint_has_the_metric(
+    pair: ModelPair, corpus: Path, tmp_path: Path, moments: CalibrationMoments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add, config = Summation._add, settings_of(corpus, checkpoint_seconds=0)
+
+    def killed_later(work: Summation, *given: Any) -> None:
+        if work.checkpoint.exists():
+            raise KeyboardInterrupt
+        add(work, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Summation, "_add", killed_later)
+        with pytest.raises(KeyboardInterrupt):
+            collect(pair, config, tmp_path)
+    assert (tmp_path / "moments.safetensors.progress").exists()
+    collect(pair, config, tmp_path)
+    assert same_metric(CalibrationMoments.load(tmp_path / "moments.safetensors").attention, moments.attention)
+
+
+def test_the_metric_of_another_run_is_not_taken(
+    pair: ModelPair, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Summation, "_add", killed)
+        with pytest.raises(KeyboardInterrupt):
+            collect(pair, settings_of(corpus), tmp_path)
+    with pytest.raises(CalibrationError, match="seed"):
+        collect(pair, settings_of(corpus, seed=1), tmp_path)
+
+
 def test_moments_that_nobody_asked_it_of_stay_what_they_were(
     pair: ModelPair, corpus: Path, tmp_path: Path, moments: CalibrationMoments
 ) -> None:

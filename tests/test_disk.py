@@ -13,7 +13,7 @@ import torch
 
 from command_line import Run, sentence
 from kvbridge.calibration.tensorfile import write_tensors
-from kvbridge.disk import amount, replacing
+from kvbridge.disk import amount, replacing, write_whole
 from kvbridge.errors import UsageError
 from kvbridge.mappers.residual.progress import write_curve
 from tiny_bridge import random_bridge
@@ -106,3 +106,20 @@ def test_a_command_on_a_full_disk_says_which_file(kvbridge: Run, tmp_path: Path)
     assert "could not be written" in said
     assert not list(tmp_path.rglob("*.partial"))
     assert not list(tmp_path.rglob("moments*.safetensors"))
+
+
+def test_a_text_takes_the_place_of_an_earlier_one(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "file.json"
+    for text in ("first\n", "é"):
+        write_whole(path, text)
+        assert path.read_text() == text
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    write_whole(path, "first")
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(path, "second \ud800")
+    assert path.read_text() == "first"
+    assert list(tmp_path.iterdir()) == [path]

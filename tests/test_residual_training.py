@@ -18,7 +18,7 @@ from kvbridge.attention import queried_backbone
 from kvbridge.calibration import CalibrationMoments, calibrate
 from kvbridge.errors import CalibrationError, TrainingError, UnsupportedModelError, UsageError
 from kvbridge.kernels import FormMap
-from kvbridge.mappers import Joint
+from kvbridge.mappers import Joint, residual_config
 from kvbridge.mappers.residual import finish, losses, train_residual
 from kvbridge.mappers.residual.losses import LOSSES, attend, kl_loss, mean_divergence, on_policy_queries
 from kvbridge.mappers.residual.mapping import AdaptedMap
@@ -174,6 +174,10 @@ def curve(trained: Trainer) -> list[Any]:
     return [
         {name: value for name, value in look.items() if name != "seconds"} for look in trained.checkpoint.progress.curve
     ]
+
+
+def test_losses_are_those_that_settings_know() -> None:
+    assert tuple(LOSSES) == residual_config.LOSSES
 
 
 def test_a_killed_training_ends_with_the_same_bits(

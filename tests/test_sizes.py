@@ -29,7 +29,7 @@ from kvbridge.calibration.moments import PARTS
 from kvbridge.calibration.products import plain_blocks
 from kvbridge.calibration.rows import layer_counts, variables_of, widths_of
 from kvbridge.calibration.shapes import KNOWN, ModelShape
-from kvbridge.calibration.sizes import FitShape, _summing_bytes
+from kvbridge.calibration.sizes import FitShape, summing_bytes
 from kvbridge.calibration.staging import token_bytes
 from kvbridge.errors import UsageError
 from kvbridge.flops import ModelCost
@@ -176,7 +176,7 @@ def test_sums_take_as_much_memory_as_is_said() -> None:
         for batch in batches:
             moments.hold(batch, torch.float32, enough=rows)
 
-    assert most_memory(work) == pytest.approx(_summing_bytes(blocks, widths, rows, sets=1), rel=0.15)
+    assert most_memory(work) == pytest.approx(summing_bytes(blocks, widths, rows, sets=1), rel=0.15)
 
 
 def test_the_table_says_it_all() -> None:

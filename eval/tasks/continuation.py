@@ -17,8 +17,8 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from kvbridge.calibration.corpus import Corpus
+from kvbridge.disk import write_whole
 from kvbridge.errors import CorpusError, UsageError
-from kvbridge.textfile import write_whole
 from kvbridge.tokens import encode
 
 CHOICES = 4

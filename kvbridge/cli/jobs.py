@@ -21,8 +21,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from kvbridge.disk import write_whole
 from kvbridge.errors import KVBridgeError, UsageError
-from kvbridge.textfile import write_whole
 
 SWEEP_FLAGS = ("-m", "--multirun")
 # Commands that leave results, and so a status.

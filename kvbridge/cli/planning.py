@@ -97,13 +97,13 @@ def chosen(settings: Settings, pair: ModelPair, bridge: Bridge) -> Chosen:
     """
     if isinstance(settings.plan, HandoffPlan):
         return Chosen(settings.plan, bridge.map_name(settings.map))
+    maps = bridge.maps if settings.map is None else {settings.map: bridge.map(settings.map)}
     measured = sorted({point["map"] for point in bridge.points})
     if settings.map is not None and measured and settings.map not in measured:
         raise PlanError(
             f"the bridge has no measured points of map {settings.map} (it has some of {', '.join(measured)}), so no "
             "plan can be chosen; measure some with `kvbridge plan`, or leave out map=."
         )
-    maps = bridge.maps if settings.map is None else {settings.map: bridge.map(settings.map)}
     points = points_at(bridge.points, maps, ModelCost.of(pair.target), settings.eval.prompt)
     choice = choose(points, settings.plan)
     point = choice.point
@@ -166,7 +166,7 @@ def _show_sizes(settings: Settings) -> None:
     fit_bytes = settings.mapper.fit_bytes if isinstance(settings.mapper, SizedMapper) else None
     sizes = calibration_sizes(source, target, planned, fit_bytes)
     Console().print(sizes_table(sizes))
-    said = advice(sizes, settings.planner.memory_gb, fit_bytes)
+    said = None if fit_bytes is None else advice(sizes, settings.planner.memory_gb, fit_bytes)
     if said is not None:
         print(said)
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from kvbridge import compat
 from kvbridge.attention import output_projections, queried_backbone
-from kvbridge.mappers import residual_config
 from kvbridge.mappers.residual.mapping import AdaptedMap
 from kvbridge.mappers.residual.readings import Readings
 from kvbridge.mappers.residual.suffixes import carried_cache, read_suffixes, suffix_mask, suffix_positions
@@ -193,5 +192,5 @@ def kl_loss(mapping: AdaptedMap, readings: Readings, starts: Sequence[int], suff
     return mean_divergence(native, given)
 
 
-# By the names of `mapper.residual.loss`, which stand where settings are read without this module.
-LOSSES: dict[str, Loss] = {name: globals()[f"{name}_loss"] for name in residual_config.LOSSES}
+# The names stand a second time where settings are read, since this module takes seconds to import.
+LOSSES: dict[str, Loss] = {"mse": mse_loss, "attention": attention_loss, "on_policy": on_policy_loss, "kl": kl_loss}

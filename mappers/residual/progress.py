@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from kvbridge.calibration.tensorfile import TensorFile, damaged, write_tensors
-from kvbridge.disk import replacing
+from kvbridge.disk import replacing, write_whole
 
 START_ANEW = "and the training starts anew"
 MOMENTUM = ("step", "exp_avg", "exp_avg_sq")
@@ -137,8 +137,7 @@ class Checkpoint:
 
 def write_curve(folder: Path, curve: list[dict[str, Any]], stages: list[str]) -> None:
     """Leave `curve.json` and `curve.png`: dev KL and training loss over the steps of all stages."""
-    with replacing(folder / "curve.json") as partial:
-        partial.write_text(json.dumps({"stages": stages, "looks": curve}, indent=1) + "\n")
+    write_whole(folder / "curve.json", json.dumps({"stages": stages, "looks": curve}, indent=1) + "\n")
     figure = Figure(figsize=(6.4, 3.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
