@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -11,6 +12,9 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from kvbridge.errors import UsageError
+
+# What the system says where no more fits.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def amount(size: float | int) -> str:
@@ -41,9 +45,9 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         reason = (isinstance(error, OSError) and error.strerror) or error
-        raise UsageError(
-            f"{path} could not be written ({reason}); make room on that disk, or give a folder on another one."
-        ) from error
+        elsewhere = isinstance(error, OSError) and error.errno not in FULL
+        advice = "give another folder" if elsewhere else "make room on that disk, or give a folder on another one"
+        raise UsageError(f"{path} could not be written ({reason}); {advice}.") from error
 
 
 @contextmanager

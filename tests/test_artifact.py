@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -618,7 +619,7 @@ def test_a_failed_replacement_leaves_the_old_bridge(step: int, folder: Path, mon
 
     def fail(old: Path, new: Path) -> None:
         if next(calls) == step:
-            raise OSError("no space")
+            raise OSError(errno.ENOSPC, "no space")
         original(old, new)
 
     monkeypatch.setattr(os, "rename", fail)

@@ -161,7 +161,7 @@ def test_a_resumed_run_does_not_measure_again(
 def test_a_run_that_goes_on_from_a_checkpoint_has_the_metric(
     pair: ModelPair, corpus: Path, tmp_path: Path, moments: CalibrationMoments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add, config = Summation._add, settings_of(corpus, checkpoint_seconds=0)
+    add, config = Summation._add, settings_of(corpus, checkpoint_seconds=0.0)
 
     def killed_later(work: Summation, *given: Any) -> None:
         if work.checkpoint.exists():

@@ -450,7 +450,11 @@ REFUSED: dict[str, tuple[str, list[str], str]] = {
     "negative-seed": ("run", ["eval.seed=-1"], r"^eval\.seed=-1: expected 0 or more\.$"),
     "no-bridge-to-inspect": ("inspect", [], r"^out/bridge: no bridge there; give bridge=DIR"),
     "missing-bridge": ("inspect", ["bridge=/nope"], r"^/nope: neither a bridge folder nor a hub repository"),
-    "out-in-a-file": ("calibrate", ["out=empty.txt/out"], r"^empty\.txt/out\S*: Not a directory$"),
+    "out-in-a-file": (
+        "calibrate",
+        ["out=empty.txt/out"],
+        r"^empty\.txt/out\S* could not be written \(Not a directory\); give another folder\.$",
+    ),
 }
 
 
