@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -144,16 +145,28 @@ def test_it_is_the_same_however_moments_are_collected(
     assert found.info["identity"] == moments.info["identity"]
 
 
+def killed(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def collect_until_killed(
+    pair: ModelPair,
+    config: CalibrationConfig,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    add: Callable[..., None],
+) -> None:
+    """Collect with another way to add a batch, which ends the run."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Summation, "_add", add)
+        with pytest.raises(KeyboardInterrupt):
+            collect(pair, config, folder)
+
+
 def test_a_resumed_run_does_not_measure_again(
     pair: ModelPair, corpus: Path, tmp_path: Path, moments: CalibrationMoments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Summation, "_add", killed)
-        with pytest.raises(KeyboardInterrupt):
-            collect(pair, settings_of(corpus), tmp_path)
+    collect_until_killed(pair, settings_of(corpus), tmp_path, monkeypatch, killed)
     monkeypatch.setattr("kvbridge.calibration.queries.measure_attention", killed)
     assert same_metric(collect(pair, settings_of(corpus), tmp_path).attention, moments.attention)
 
@@ -168,10 +181,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_has_the_metric(
             raise KeyboardInterrupt
         add(work, *given)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Summation, "_add", killed_later)
-        with pytest.raises(KeyboardInterrupt):
-            collect(pair, config, tmp_path)
+    collect_until_killed(pair, config, tmp_path, monkeypatch, killed_later)
     assert (tmp_path / "moments.safetensors.progress").exists()
     collect(pair, config, tmp_path)
     assert same_metric(CalibrationMoments.load(tmp_path / "moments.safetensors").attention, moments.attention)
@@ -180,13 +190,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_has_the_metric(
 def test_the_metric_of_another_run_is_not_taken(
     pair: ModelPair, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Summation, "_add", killed)
-        with pytest.raises(KeyboardInterrupt):
-            collect(pair, settings_of(corpus), tmp_path)
+    collect_until_killed(pair, settings_of(corpus), tmp_path, monkeypatch, killed)
     with pytest.raises(CalibrationError, match="seed"):
         collect(pair, settings_of(corpus, seed=1), tmp_path)
 
